@@ -1,0 +1,1 @@
+"""The scheduling core of the server: pure state machines, no I/O, no threads, no clock."""

@@ -1,0 +1,96 @@
+"""The server's configuration: one YAML file, typed, unknown keys refused with the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+
+class ConfigError(ValueError):
+    """The configuration file cannot be used; the message names the key and the remedy."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the file's sections."""
+
+
+class KVConfig(Section):
+    block_size: int = 16  # tokens a block
+    blocks: int = 1024  # blocks in each device's arena
+
+
+class EmbeddingConfig(Section):
+    block_size: int = 16  # embedding rows a block
+    blocks: int = 512  # blocks in each device's arena
+
+
+class SchedulerConfig(Section):
+    order: Literal["fcfs"] = "fcfs"
+    overlap: Literal["none", "intra", "full"] = "full"
+    encode_tokens: int = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
+    token_budget: int = 512  # B of RServe's Algorithm 2: most tokens of one forward
+    max_rows: int = 64  # most sequences of one forward
+
+
+class LimitsConfig(Section):
+    context: int = 4096  # most tokens of a sequence, prompt and output
+    output_tokens: int = 2048  # most output tokens of a request
+    images: int = 32  # most images of a request
+    image_bytes: int = 32 * 1024 * 1024  # largest encoded image
+    pixels: int = 64_000_000  # largest image, width x height, checked before it is decoded
+    requests: int = 1024  # most requests at once; more are refused
+
+
+class Config(Section):
+    model: str = "models/digits-vl"  # checkpoint directory, relative to the repository root
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    kv: KVConfig = KVConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+def load(path: str | Path) -> Config:
+    """Read the configuration; `EPD_MODEL` overrides `model`, and `model` becomes an absolute path.
+
+    A relative `model` is looked up from the directory above the file's own (`deploy/epd.yaml` -> the repository).
+    Raises ConfigError.
+    """
+    path = Path(path).resolve()
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if model := os.environ.get("EPD_MODEL"):
+        raw["model"] = model
+    config = parse(raw, str(path))
+    root = Path.cwd() if os.environ.get("EPD_MODEL") else path.parent.parent
+    return msgspec.structs.replace(config, model=str((root / config.model).resolve()))
+
+
+def parse(raw: Any, source: str = "configuration") -> Config:
+    """Check plain data against `Config`. Raises ConfigError."""
+    _refuse_unknown_keys(raw, Config, source)
+    try:
+        return msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _refuse_unknown_keys(raw: Any, kind: type[Section], where: str) -> None:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected a mapping, got {type(raw).__name__}")
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for key, value in raw.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; known keys: {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key '{key}'{hint}")
+        section = fields[key].type
+        if isinstance(section, type) and issubclass(section, Section):
+            _refuse_unknown_keys(value, section, f"{where}: {key}")

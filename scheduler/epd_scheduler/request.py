@@ -1,0 +1,75 @@
+"""What enters the core, a Request, and what leaves it, events. Plain data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from epd_scheduler.protocol import Sampling
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One multimodal item: prompt tokens `start ..< start + sum(units)` take its embedding rows, in order."""
+
+    key: str  # content address: equal keys have equal embeddings
+    media: int  # handle of the encoded bytes, which the orchestrator holds until the request ends
+    start: int  # index in the prompt of the item's first placeholder token
+    units: tuple[int, ...]  # embedding rows of each encoder unit, in prompt order
+
+    @property
+    def rows(self) -> int:
+        return sum(self.units)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A validated, tokenised request."""
+
+    seq: int  # unique for the life of the core
+    tokens: tuple[int, ...]  # the prompt; placeholders expanded to one token an embedding row
+    positions: np.ndarray  # int32 [d, len(tokens)], d = 3 (mRoPE) or 1
+    position_delta: int  # a generated token at index i has position i + position_delta in all d components
+    items: tuple[Item, ...]  # in prompt order, disjoint
+    sampling: Sampling
+    max_tokens: int  # >= 1
+    arrival: float  # time.monotonic() seconds
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One piece of a request's timeline: `name` ran from `start` to `end` (time.monotonic() seconds)."""
+
+    name: str  # "queued", "encode", "prefill", "migrate", "decode", "preempted"
+    start: float
+    end: float
+    instance: str = ""
+    detail: dict[str, int] = {}  # e.g. {"item": 0, "unit": 0, "rows": 64} or {"first": 0, "tokens": 256}
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """A generated token, in order, each exactly once. End-of-sequence tokens are not reported."""
+
+    seq: int
+    token: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class EndEvent(msgspec.Struct, frozen=True):
+    """A request's only and last end. `reason` "stop" | "length" is success, "cancelled" is by request, the rest failed."""
+
+    seq: int
+    reason: Literal["stop", "length", "cancelled", "invalid_argument", "unavailable", "internal"]
+    message: str = ""
+    timeline: tuple[Span, ...] = ()
+
+
+Event = TokenEvent | EndEvent
+
+
+class RefusedError(Exception):
+    """The core does not take the request: it can never be served, or not now."""
+
+    def __init__(self, reason: Literal["invalid_argument", "unavailable"], message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
