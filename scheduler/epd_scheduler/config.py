@@ -19,17 +19,23 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the file's sections."""
 
 
-class KVConfig(Section):
+class KVConfig(Section, frozen=True):
+    """The paged KV cache of a language instance's device."""
+
     block_size: int = 16  # tokens a block
     blocks: int = 1024  # blocks in each device's arena
 
 
-class EmbeddingConfig(Section):
+class EmbeddingConfig(Section, frozen=True):
+    """The paged embedding (MM) cache of a prefill instance's device."""
+
     block_size: int = 16  # embedding rows a block
     blocks: int = 512  # blocks in each device's arena
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
+    """What the core decides by."""
+
     order: Literal["fcfs"] = "fcfs"
     overlap: Literal["none", "intra", "full"] = "full"
     encode_tokens: int = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
@@ -37,7 +43,9 @@ class SchedulerConfig(Section):
     max_rows: int = 64  # most sequences of one forward
 
 
-class LimitsConfig(Section):
+class LimitsConfig(Section, frozen=True):
+    """What is refused at admission."""
+
     context: int = 4096  # most tokens of a sequence, prompt and output
     output_tokens: int = 2048  # most output tokens of a request
     images: int = 32  # most images of a request
@@ -46,7 +54,9 @@ class LimitsConfig(Section):
     requests: int = 1024  # most requests at once; more are refused
 
 
-class Config(Section):
+class Config(Section, frozen=True):
+    """The whole file."""
+
     model: str = "models/digits-vl"  # checkpoint directory, relative to the repository root
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     kv: KVConfig = KVConfig()

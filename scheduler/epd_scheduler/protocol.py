@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of all messages: immutable plain data."""
 
 
-class ArenaInfo(Message):
+class ArenaInfo(Message, frozen=True):
     """One contiguous allocation on one device that other processes can map.
 
     kind "kv": shape `[blocks, layers, 2, block_size, kv_heads, head_dim]` (block-major, so that one block is one
@@ -41,7 +41,7 @@ class ArenaInfo(Message):
     first_layer: int = 0
 
 
-class WorkerInfo(Message):
+class WorkerInfo(Message, frozen=True):
     """What an instance says of itself in the first exchange."""
 
     name: str
@@ -54,7 +54,7 @@ class WorkerInfo(Message):
     pid: int = 0
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True):
     """Sampling parameters of one request; the defaults are those of vLLM, but greedy."""
 
     temperature: float = 0.0
@@ -72,7 +72,7 @@ class Sampling(Message):
     logit_bias: dict[int, float] = {}
 
 
-class SamplerState(Message):
+class SamplerState(Message, frozen=True):
     """What an instance needs to continue sampling a sequence that it does not know."""
 
     sampling: Sampling
@@ -80,7 +80,7 @@ class SamplerState(Message):
     output: tuple[int, ...] = ()  # tokens generated so far
 
 
-class EmbedSpan(Message, array_like=True):
+class EmbedSpan(Message, frozen=True, array_like=True):
     """`count` consecutive tokens of a row take their input from the embedding arena.
 
     They replace row tokens `at ..< at + count` by embedding rows `first ..< first + count`, counted through `blocks`.
@@ -92,7 +92,7 @@ class EmbedSpan(Message, array_like=True):
     blocks: tuple[int, ...]
 
 
-class Row(Message, array_like=True):
+class Row(Message, frozen=True, array_like=True):
     """One sequence's part of a batch: a prefill chunk (many tokens) or a decode step (one)."""
 
     seq: int
@@ -105,7 +105,7 @@ class Row(Message, array_like=True):
     open: SamplerState | None = None  # replaces whatever the instance holds for `seq`
 
 
-class EncodeUnit(Message, array_like=True):
+class EncodeUnit(Message, frozen=True, array_like=True):
     """What the encoder computes alone: one image, or one tile or temporal slice of an item."""
 
     seq: int
@@ -116,7 +116,9 @@ class EncodeUnit(Message, array_like=True):
     blocks: tuple[int, ...]  # destination, ceil(rows / block_size) blocks of the plan's arena
 
 
-class EncodePlan(Message, tag="encode"):
+class EncodePlan(Message, frozen=True, tag="encode"):
+    """Encode units in one batch and write their embeddings into `arena` (EPD's EP migration, without a copy)."""
+
     id: int
     instance: str
     arena: ArenaInfo  # destination: the consumer's embedding arena
@@ -124,7 +126,7 @@ class EncodePlan(Message, tag="encode"):
     close: tuple[int, ...] = ()
 
 
-class BatchPlan(Message, tag="batch"):
+class BatchPlan(Message, frozen=True, tag="batch"):
     """One ragged forward. Prefill chunks and decode rows mix freely."""
 
     id: int
@@ -133,7 +135,7 @@ class BatchPlan(Message, tag="batch"):
     close: tuple[int, ...] = ()  # sequences whose sampler state is dropped before the rows run
 
 
-class MigratePlan(Message, tag="migrate"):
+class MigratePlan(Message, frozen=True, tag="migrate"):
     """Pull KV blocks of one sequence from the arenas of another instance into one's own (EPD's PD migration)."""
 
     id: int
@@ -148,14 +150,16 @@ class MigratePlan(Message, tag="migrate"):
 Plan = EncodePlan | BatchPlan | MigratePlan
 
 
-class Sample(Message, array_like=True):
+class Sample(Message, frozen=True, array_like=True):
+    """One sampled token."""
+
     seq: int
     token: int
     logprob: float = 0.0  # natural log; 0 unless logprobs were asked for
     top: tuple[tuple[int, float], ...] = ()  # alternatives, most likely first
 
 
-class Outcome(Message):
+class Outcome(Message, frozen=True):
     """What became of one plan."""
 
     plan: int
@@ -166,7 +170,7 @@ class Outcome(Message):
     error: str | None = None  # the whole plan failed (the worker's fault)
 
 
-class Exchange(Message):
+class Exchange(Message, frozen=True):
     """Orchestrator to worker."""
 
     plans: tuple[Plan, ...] = ()
@@ -175,7 +179,7 @@ class Exchange(Message):
     hello: bool = False  # answer with WorkerInfo
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """Worker to orchestrator."""
 
     outcomes: tuple[Outcome, ...] = ()
@@ -188,6 +192,7 @@ _reply = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Exchange | Reply) -> bytes:
+    """Pack a message as msgpack."""
     return _encoder.encode(message)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from epd_scheduler.protocol import Sampling
 
@@ -20,6 +21,7 @@ class Item(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
+        """Embedding rows, and so placeholder tokens, of the item."""
         return sum(self.units)
 
 
@@ -28,7 +30,7 @@ class Request(msgspec.Struct, frozen=True):
 
     seq: int  # unique for the life of the core
     tokens: tuple[int, ...]  # the prompt; placeholders expanded to one token an embedding row
-    positions: np.ndarray  # int32 [d, len(tokens)], d = 3 (mRoPE) or 1
+    positions: npt.NDArray[np.int32]  # int32 [d, len(tokens)], d = 3 (mRoPE) or 1
     position_delta: int  # a generated token at index i has position i + position_delta in all d components
     items: tuple[Item, ...]  # in prompt order, disjoint
     sampling: Sampling
@@ -56,7 +58,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
 
 
 class EndEvent(msgspec.Struct, frozen=True):
-    """A request's only and last end. `reason` "stop" | "length" is success, "cancelled" is by request, the rest failed."""
+    """A request's only end and last event. Reason "stop" and "length" are success, "cancelled" is by request."""
 
     seq: int
     reason: Literal["stop", "length", "cancelled", "invalid_argument", "unavailable", "internal"]
