@@ -57,11 +57,14 @@ class TokenEvent(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+EndReason = Literal["stop", "length", "cancelled", "invalid_argument", "unavailable", "internal"]
+
+
 class EndEvent(msgspec.Struct, frozen=True):
     """A request's only end and last event. Reason "stop" and "length" are success, "cancelled" is by request."""
 
     seq: int
-    reason: Literal["stop", "length", "cancelled", "invalid_argument", "unavailable", "internal"]
+    reason: EndReason
     message: str = ""
     timeline: tuple[Span, ...] = ()
 

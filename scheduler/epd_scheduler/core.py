@@ -1,0 +1,203 @@
+"""The scheduling core: owns every queue, block and decision; plans in, outcomes out, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from epd_scheduler import batching, encoding, handover
+from epd_scheduler.blocks import BlockPool
+from epd_scheduler.config import Config
+from epd_scheduler.embeddings import EmbeddingPool
+from epd_scheduler.instance import Flight, Instance
+from epd_scheduler.lifecycle import Lifecycle
+from epd_scheduler.memory import Memory
+from epd_scheduler.order import make_order
+from epd_scheduler.protocol import ArenaInfo, BatchPlan, EncodePlan, MigratePlan, Outcome, Plan, WorkerInfo
+from epd_scheduler.request import Event, RefusedError, Request
+from epd_scheduler.sequence import Sequence
+from epd_scheduler.stats import Stats
+
+_MOST_FAILURES = 2  # plans that may fail under a request before it fails itself
+
+
+class Core:
+    """Requests and worker instances in, plans and events out.
+
+    `now` is an argument everywhere: the same object is driven by Triton, by a simulator and by tests. Not
+    thread-safe; the caller serialises.
+    """
+
+    def __init__(self, config: Config, workers: Iterable[str]) -> None:
+        """`workers` are the instances that will join or be lost; until then requests wait for them."""
+        self.config = config
+        self.order = make_order(config.scheduler.order)
+        self.instances: dict[str, Instance] = {}
+        self.sequences: dict[int, Sequence] = {}  # all that have not ended
+        self.handover: dict[int, Sequence] = {}  # prefilled, on the way to a decode instance
+        self.memory = Memory(self)
+        self.counters = Stats()
+        self._life = Lifecycle(self)
+        self._awaited = set(workers)
+        self._lost: dict[str, tuple[str, ...]] = {}  # name -> roles
+        self._plans: list[Plan] = []
+        self._next_plan = 0
+
+    # Instances
+
+    def join(self, info: WorkerInfo, now: float) -> None:
+        """An instance is alive. One that comes back with the same name is another one: the old one is lost."""
+        if info.name in self.instances:
+            self.lose(info.name, now)
+        self._awaited.discard(info.name)
+        self._lost.pop(info.name, None)
+        self.instances[info.name] = Instance(info, self._kv_pool(info.kv), self._embedding_pool(info.embedding))
+
+    def lose(self, name: str, now: float) -> None:
+        """An instance died: its plans have no outcome, what only it held must be made again elsewhere."""
+        self._awaited.discard(name)
+        instance = self.instances.pop(name, None)
+        self._lost.setdefault(name, instance.info.roles if instance else ())
+        if instance is None:
+            self._life.fail_unserved(now)
+            return
+        for flight in instance.flights.values():
+            self._life.forget_flight(flight)
+        instance.flights.clear()
+        for sequence in list(self.sequences.values()):
+            if sequence.seq in instance.placed:
+                self._life.preempt(sequence, now)
+                sequence.prefill = None
+        self._life.fail_unserved(now)
+
+    def in_flight(self, name: str) -> int:
+        """Plans without an outcome on an instance."""
+        instance = self.instances.get(name)
+        return len(instance.flights) if instance else 0
+
+    # Requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. Raises RefusedError if it can never be served or nobody is there to serve it."""
+        self.memory.check_fits(request)
+        sequence = Sequence(request)
+        if reason := self.unserved(sequence):
+            raise RefusedError("unavailable", reason)
+        sequence.queued_since = now
+        self.sequences[request.seq] = sequence
+        self.order.add(sequence)
+
+    def cancel(self, seq: int, now: float) -> None:
+        """End a request at the client's wish; nothing happens if it has ended."""
+        if sequence := self.sequences.get(seq):
+            self._life.end(sequence, now, "cancelled", "cancelled by the client")
+
+    def stop(self, seq: int, now: float) -> None:
+        """End a request whose text matched a stop string; nothing happens if it has ended."""
+        if sequence := self.sequences.get(seq):
+            self._life.end(sequence, now, "stop")
+
+    def fail(self, seq: int, message: str, now: float) -> None:
+        """End a request for a fault outside the core; nothing happens if it has ended."""
+        if sequence := self.sequences.get(seq):
+            self._life.end(sequence, now, "internal", message)
+
+    # Scheduling
+
+    def step(self, now: float) -> list[Plan]:
+        """Plan all that can be planned now; the caller submits each plan to its instance."""
+        self.memory.begin_step()
+        encoding.plan_encodes(self, now)
+        handover.plan_migrations(self, now)
+        for instance in self.instances.values():
+            batching.plan_batches(self, instance, now)
+        plans, self._plans = self._plans, []
+        return plans
+
+    def complete(self, outcome: Outcome, now: float) -> None:
+        """Take in the outcome of a plan; one of a plan that is not in flight (its instance was lost) is ignored."""
+        for instance in self.instances.values():
+            flight = instance.flights.pop(outcome.plan, None)
+            if flight is None:
+                continue
+            if isinstance(flight.plan, EncodePlan):
+                encoding.complete_encode(self, instance, flight, outcome, now)
+            elif isinstance(flight.plan, MigratePlan):
+                handover.complete_migration(self, instance, flight, outcome, now)
+            else:
+                batching.complete_batch(self, instance, flight, outcome, now)
+            return
+
+    def drain(self) -> list[Event]:
+        """Events since the last call, in order."""
+        return self._life.drain()
+
+    def stats(self) -> Stats:
+        """Numbers for metrics."""
+        return self.counters.snapshot(self)
+
+    # For the planning modules
+
+    @property
+    def life(self) -> Lifecycle:
+        """Ends and preempts sequences."""
+        return self._life
+
+    def new_plan_id(self) -> int:
+        """Ids are never reused."""
+        self._next_plan += 1
+        return self._next_plan
+
+    def submit(self, instance: Instance, flight: Flight) -> None:
+        """Put a plan in flight."""
+        instance.flights[flight.plan.id] = flight
+        self._plans.append(flight.plan)
+        if isinstance(flight.plan, BatchPlan):
+            self.counters.batches += 1
+            self.counters.batch_tokens += sum(row.count for row in flight.rows)
+
+    def doing(self, role: str) -> list[Instance]:
+        """Live instances of a stage."""
+        return [instance for instance in self.instances.values() if role in instance.info.roles]
+
+    def unserved(self, sequence: Sequence) -> str:
+        """Why nobody can serve a sequence; empty while somebody can, or may still join."""
+        if self._awaited:
+            return ""
+        needs = ["prefill", "decode"]
+        if sequence.phase == "decode":
+            needs = ["decode"]
+        elif sequence.tracker.needs_encoding():
+            needs.insert(0, "encode")
+        for role in needs:
+            if not self.doing(role):
+                lost = ", ".join(sorted(self._lost)) or "none was configured"
+                return (
+                    f"no live instance for stage '{role}' (lost: {lost}); "
+                    "reload the lost model, e.g. `epd reload NAME`, and send the request again"
+                )
+        return ""
+
+    def failed_plan(self, sequence: Sequence, message: str, now: float) -> None:
+        """A plan failed under a sequence through no fault of its own: compute it again, a few times at most."""
+        sequence.failures += 1
+        if sequence.failures > _MOST_FAILURES:
+            self._life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
+        else:
+            self._life.preempt(sequence, now)
+
+    def _kv_pool(self, arenas: tuple[ArenaInfo, ...]) -> BlockPool | None:
+        """Instances that share arenas share the pool, so that a hand-over between them moves no byte."""
+        if not arenas:
+            return None
+        for other in self.instances.values():
+            if other.kv and other.info.kv == arenas:
+                return other.kv
+        return BlockPool(arenas[0].id, arenas[0].shape[0], arenas[0].shape[3])
+
+    def _embedding_pool(self, arena: ArenaInfo | None) -> EmbeddingPool | None:
+        if arena is None:
+            return None
+        for other in self.instances.values():
+            if other.embeddings and other.info.embedding == arena:
+                return other.embeddings
+        return EmbeddingPool(arena)

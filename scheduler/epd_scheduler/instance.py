@@ -1,0 +1,76 @@
+"""The core's state of one worker instance and of the plans in flight on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epd_scheduler.blocks import BlockPool, Table
+from epd_scheduler.embeddings import Embedding, EmbeddingPool
+from epd_scheduler.protocol import Plan, Role, WorkerInfo
+from epd_scheduler.sequence import Sequence
+
+
+@dataclass
+class RowFlight:
+    """What the core must know when a row's outcome comes in."""
+
+    sequence: Sequence
+    epoch: int
+    table: Table
+    start: int
+    count: int
+    sample: bool
+    reads: list[Embedding]
+    pool: EmbeddingPool | None  # of `reads`
+
+    def release(self) -> None:
+        """The row runs no more: its blocks and embeddings may be reused once nobody else holds them."""
+        self.table.unpin()
+        for embedding in self.reads:
+            assert self.pool is not None
+            self.pool.release(embedding)
+
+
+@dataclass
+class Flight:
+    """A plan without an outcome yet."""
+
+    plan: Plan
+    submitted: float
+    rows: list[RowFlight] = field(default_factory=list)  # BatchPlan
+    embeddings: list[Embedding] = field(default_factory=list)  # EncodePlan, one a unit
+    pool: EmbeddingPool | None = None  # EncodePlan
+    migration: tuple[Sequence, int, Table, Table] | None = None  # MigratePlan: sequence, epoch, source, destination
+
+
+class Instance:
+    """A live worker instance."""
+
+    def __init__(self, info: WorkerInfo, kv: BlockPool | None, embeddings: EmbeddingPool | None) -> None:
+        self.info = info
+        self.kv = kv
+        self.embeddings = embeddings
+        self.flights: dict[int, Flight] = {}
+        self.decoding: dict[int, Sequence] = {}  # by seq, in order of arrival at the instance
+        self.placed: set[int] = set()  # sequences that were given to the instance for prefill or decode
+        self.closing: list[int] = []  # sampler states to drop with the next plan
+
+    @property
+    def name(self) -> str:
+        """The Triton model's name."""
+        return self.info.name
+
+    def does(self, role: Role) -> bool:
+        """True if the instance works for that stage."""
+        return role in self.info.roles
+
+    @property
+    def room(self) -> bool:
+        """The window: one plan more than pipeline stages, so that the worker never waits for the orchestrator."""
+        return len(self.flights) < self.info.stages + 1
+
+    def close_now(self) -> tuple[int, ...]:
+        """Sampler states that the next plan drops."""
+        closing = tuple(self.closing)
+        self.closing.clear()
+        return closing

@@ -1,0 +1,96 @@
+"""How sequences end, are preempted, and how plans are forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from epd_scheduler.instance import Flight
+from epd_scheduler.request import EndEvent, EndReason, Event, Span, TokenEvent
+from epd_scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from epd_scheduler.core import Core
+
+
+class Lifecycle:
+    """Every sequence ends exactly once, and holds nothing afterwards but what plans in flight name."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._events: list[Event] = []
+
+    def drain(self) -> list[Event]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def token(self, event: TokenEvent) -> None:
+        """Report a generated token."""
+        self._events.append(event)
+
+    def end(self, sequence: Sequence, now: float, reason: EndReason, message: str = "") -> None:
+        """The only way out of the core."""
+        self._mark_phase_end(sequence, now)
+        self._detach(sequence)
+        sequence.phase = "ended"
+        del self._core.sequences[sequence.seq]
+        self._core.counters.ended(reason)
+        self._events.append(EndEvent(sequence.seq, reason, message, tuple(sequence.timeline)))
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Free all memory of a sequence and queue it again; its tokens so far stay and are recomputed."""
+        self._mark_phase_end(sequence, now)
+        self._detach(sequence)
+        sequence.epoch += 1
+        sequence.computed = sequence.scheduled = sequence.unsampled = 0
+        sequence.preemptions += 1
+        sequence.queued_since = now
+        sequence.timeline.append(Span("preempted", now, now))
+        sequence.phase = "queued"
+        self._core.counters.preemptions += 1
+        self._core.order.add(sequence)
+
+    def fail_unserved(self, now: float) -> None:
+        """End the sequences whose next stages have no instance left."""
+        for sequence in list(self._core.sequences.values()):
+            if reason := self._core.unserved(sequence):
+                self.end(sequence, now, "unavailable", reason)
+
+    def forget_flight(self, flight: Flight) -> None:
+        """A plan will have no outcome: its instance died, so nothing of it can still run."""
+        for row in flight.rows:
+            row.release()
+        for embedding in flight.embeddings:
+            assert flight.pool is not None
+            flight.pool.failed(embedding)
+            for sequence in self._core.sequences.values():
+                sequence.tracker.forget(embedding)
+        if flight.migration:
+            _, _, source, destination = flight.migration
+            source.unpin()
+            destination.unpin()
+
+    def _detach(self, sequence: Sequence) -> None:
+        """Take a sequence out of every queue and release what it holds."""
+        core = self._core
+        if sequence.phase == "queued":
+            core.order.remove(sequence)
+        core.handover.pop(sequence.seq, None)
+        for instance in core.instances.values():
+            instance.decoding.pop(sequence.seq, None)
+            instance.placed.discard(sequence.seq)
+        for table in (sequence.table, sequence.incoming):
+            if table:
+                table.release()
+        sequence.table = sequence.incoming = None
+        sequence.tracker.reset(sequence.lives_at)
+        if sequence.sampler_at:
+            sequence.sampler_at.closing.append(sequence.seq)
+            sequence.sampler_at = None
+
+    @staticmethod
+    def _mark_phase_end(sequence: Sequence, now: float) -> None:
+        if sequence.phase == "decode" and sequence.decode_since:
+            span = Span("decode", sequence.decode_since, now, detail={"tokens": len(sequence.output)})
+            sequence.timeline.append(span)
+        sequence.decode_since = 0.0

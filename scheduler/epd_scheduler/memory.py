@@ -1,0 +1,137 @@
+"""Who gets memory when there is too little, and who must give it back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from epd_scheduler.blocks import BlockPool, Table
+from epd_scheduler.embeddings import Embedding, EmbeddingPool
+from epd_scheduler.instance import Instance
+from epd_scheduler.request import RefusedError, Request
+from epd_scheduler.sequence import Sequence
+from epd_scheduler.tracker import Unit
+
+if TYPE_CHECKING:
+    from epd_scheduler.core import Core
+
+Rank = tuple[float, ...]
+
+
+class Memory:
+    """Memory goes by rank.
+
+    * To grow, a sequence takes blocks from those that it outranks, the last of them first, by preemption.
+    * To start, it waits for free blocks for all its known tokens; only the first of all sequences preempts for that.
+    * While a sequence waits for blocks, nobody that it outranks takes any from the pool.
+
+    So the first of all sequences always gets what it needs, ends, and the next one is first: progress.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._waiting: dict[str, Rank] = {}  # pool id -> best rank that waits for it in this step
+
+    def begin_step(self) -> None:
+        """Forget who waited: pools may have changed."""
+        self._waiting.clear()
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RefusedError for a request that could not run even alone."""
+        kv, embedding = self._core.config.kv, self._core.config.embedding
+        tokens = len(request.tokens) + request.max_tokens
+        if tokens > kv.blocks * kv.block_size:
+            raise RefusedError(
+                "invalid_argument",
+                f"prompt and output need {tokens} tokens of KV cache, the pool has {kv.blocks * kv.block_size}; "
+                "shorten the prompt, lower max_tokens, or raise kv.blocks",
+            )
+        units = {(item.key, index): rows for item in request.items for index, rows in enumerate(item.units)}
+        needs = [-(-rows // embedding.block_size) for rows in units.values()]
+        need = sum(needs) if self._core.config.scheduler.overlap == "none" else max(needs, default=0)
+        if need > embedding.blocks:
+            raise RefusedError(
+                "invalid_argument",
+                f"the images need {need * embedding.block_size} embedding rows at once, the pool has "
+                f"{embedding.blocks * embedding.block_size}; send smaller images or raise embedding.blocks",
+            )
+
+    def room_for(self, sequence: Sequence, instance: Instance, count: int, now: float) -> int:
+        """Make room for the next `count` tokens at `instance`; return how many of them fit (0: wait)."""
+        pool = instance.kv
+        assert pool is not None
+        if self._must_wait(pool.id, sequence, now):
+            return 0
+        starting = sequence.table is None
+        table = sequence.table or Table(pool)
+        if starting and not self._may_start(sequence, pool, sequence.known + 1, now):
+            return 0
+        if not table.grow(sequence.scheduled + count):
+            self._take_blocks(sequence, pool, pool.blocks_for(sequence.scheduled + count) - len(table.blocks), now)
+            count = min(count, table.capacity() - sequence.scheduled)
+            if count <= 0:
+                self._wait(pool.id, sequence, now)
+                return 0
+            table.grow(sequence.scheduled + count)
+        sequence.table = table
+        return count
+
+    def table_for(self, sequence: Sequence, pool: BlockPool, now: float) -> Table | None:
+        """A table of `pool` for all known tokens of a sequence that moves there; None: wait."""
+        if self._must_wait(pool.id, sequence, now) or not self._may_start(sequence, pool, sequence.known, now):
+            return None
+        table = Table(pool)
+        table.grow(sequence.known)
+        return table
+
+    def embedding_for(self, sequence: Sequence, pool: EmbeddingPool, unit: Unit, now: float) -> Embedding | None:
+        """Blocks for a unit about to be encoded; None: wait."""
+        if self._must_wait(pool.arena.id, sequence, now):
+            return None
+        key = (unit.item.key, unit.index)
+        embedding = pool.create(key, unit.rows)
+        if embedding is None:
+            need = pool.blocks_for(unit.rows)
+            for victim in self._victims(sequence, now):
+                if pool.available + pool.returning >= need:
+                    break
+                if victim.lives_at is pool and victim.tracker.holds_any():
+                    self._core.life.preempt(victim, now)
+            embedding = pool.create(key, unit.rows)
+        if embedding is None:
+            self._wait(pool.arena.id, sequence, now)
+        return embedding
+
+    def _may_start(self, sequence: Sequence, pool: BlockPool, tokens: int, now: float) -> bool:
+        need = pool.blocks_for(min(tokens, pool.size * pool.block_size))
+        if pool.free < need and self._is_first(sequence, now):
+            self._take_blocks(sequence, pool, need, now)
+        if pool.free < need:
+            self._wait(pool.id, sequence, now)
+            return False
+        return True
+
+    def _take_blocks(self, sequence: Sequence, pool: BlockPool, need: int, now: float) -> None:
+        """Preempt outranked sequences until `need` blocks are free or will be when plans in flight are done."""
+        for victim in self._victims(sequence, now):
+            if pool.free + pool.returning >= need:
+                return
+            if any(table and table.pool is pool for table in (victim.table, victim.incoming)):
+                self._core.life.preempt(victim, now)
+
+    def _victims(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """Sequences that `sequence` outranks, last first."""
+        own = self._core.order.rank(sequence, now)
+        ranked = [(self._core.order.rank(other, now), other) for other in self._core.sequences.values()]
+        return [other for rank, other in sorted(ranked, key=lambda pair: pair[0], reverse=True) if rank > own]
+
+    def _is_first(self, sequence: Sequence, now: float) -> bool:
+        own = self._core.order.rank(sequence, now)
+        return all(self._core.order.rank(other, now) >= own for other in self._core.sequences.values())
+
+    def _must_wait(self, pool_id: str, sequence: Sequence, now: float) -> bool:
+        waiting = self._waiting.get(pool_id)
+        return waiting is not None and waiting < self._core.order.rank(sequence, now)
+
+    def _wait(self, pool_id: str, sequence: Sequence, now: float) -> None:
+        rank = self._core.order.rank(sequence, now)
+        self._waiting[pool_id] = min(rank, self._waiting.get(pool_id, rank))

@@ -1,0 +1,92 @@
+"""The core's state of one request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from epd_scheduler.blocks import Table
+from epd_scheduler.embeddings import EmbeddingPool
+from epd_scheduler.protocol import SamplerState
+from epd_scheduler.request import Request, Span
+from epd_scheduler.tracker import EmbeddingTracker
+
+if TYPE_CHECKING:
+    from epd_scheduler.instance import Instance
+
+Phase = Literal["queued", "handover", "decode", "ended"]
+
+
+class Sequence:
+    """A request on its way through the stages.
+
+    `known` tokens are the prompt and what was generated so far. The KV of the first `computed` is in the arena, that
+    of the first `scheduled` is there or in plans in flight; `unsampled` of those plans' rows sample a token. Rows of
+    an older `epoch` belong to a life before a preemption and count no more.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tracker = EmbeddingTracker(request.items, len(request.tokens))
+        self.output: list[int] = []
+        self.phase: Phase = "queued"  # queued: encoding, prefilling, or waiting for either
+        self.computed = 0
+        self.scheduled = 0
+        self.unsampled = 0
+        self.epoch = 0
+        self.failures = 0  # plans that failed under it
+        self.preemptions = 0
+        self.table: Table | None = None
+        self.incoming: Table | None = None  # destination of a migration in flight
+        self.prefill: Instance | None = None  # where its embeddings and its prefill KV go
+        self.sampler_at: Instance | None = None  # which instance holds its sampler state
+        self.timeline: list[Span] = []
+        self.queued_since = request.arrival
+        self.decode_since = 0.0
+
+    @property
+    def seq(self) -> int:
+        """The request's number."""
+        return self.request.seq
+
+    @property
+    def known(self) -> int:
+        """Tokens whose value is known: prompt and output."""
+        return len(self.request.tokens) + len(self.output)
+
+    @property
+    def lives_at(self) -> EmbeddingPool | None:
+        """The pool of its embeddings, once a prefill instance is chosen."""
+        return self.prefill.embeddings if self.prefill else None
+
+    @property
+    def wants_more(self) -> bool:
+        """True while tokens remain to be sampled beyond those in flight."""
+        return len(self.output) + self.unsampled < self.request.max_tokens
+
+    def tokens(self, first: int, count: int) -> tuple[int, ...]:
+        """Known tokens `first ..< first + count`."""
+        prompt = self.request.tokens
+        if first + count <= len(prompt):
+            return prompt[first : first + count]
+        offset = max(first - len(prompt), 0)
+        return prompt[first:] + tuple(self.output[offset : first + count - len(prompt)])
+
+    def positions(self, first: int, count: int) -> bytes:
+        """int32 [d, count], C order, of tokens `first ..< first + count`, prompt or generated."""
+        prompt = self.request.positions
+        length = prompt.shape[1]
+        if first + count <= length:
+            return prompt[:, first : first + count].tobytes()
+        generated = np.arange(max(first, length), first + count, dtype=np.int32) + np.int32(self.request.position_delta)
+        tail = np.broadcast_to(generated, (prompt.shape[0], len(generated)))
+        both: npt.NDArray[np.int32] = np.concatenate([prompt[:, first:], tail], axis=1)
+        return both.tobytes()
+
+    def sampler_state(self) -> SamplerState:
+        """What an instance needs to sample the next token."""
+        sampling = self.request.sampling
+        prompt = self.request.tokens if sampling.repetition_penalty != 1.0 else ()
+        return SamplerState(sampling, prompt, tuple(self.output))

@@ -1,0 +1,52 @@
+"""Counters and gauges of the core, for metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from epd_scheduler.core import Core
+
+
+@dataclass
+class Stats:
+    """Counters since the start; the gauges below them are filled in by `snapshot`."""
+
+    encoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    encode_batches: int = 0
+    batches: int = 0
+    batch_tokens: int = 0
+    migrations: int = 0
+    preemptions: int = 0
+    ends: dict[str, int] = field(default_factory=dict)  # by reason
+
+    queued: int = 0  # waiting for encoding or prefill
+    running: int = 0  # in hand-over or decode
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    embedding_blocks: int = 0
+    embedding_blocks_used: int = 0
+    in_flight: int = 0  # plans
+
+    def ended(self, reason: str) -> None:
+        """Count an end."""
+        self.ends[reason] = self.ends.get(reason, 0) + 1
+
+    def snapshot(self, core: Core) -> Stats:
+        """A copy with the gauges as they are now."""
+        kv = {i.kv.id: i.kv for i in core.instances.values() if i.kv}.values()
+        embeddings = {i.embeddings.arena.id: i.embeddings for i in core.instances.values() if i.embeddings}.values()
+        return replace(
+            self,
+            ends=dict(self.ends),
+            queued=len(core.order),
+            running=len(core.sequences) - len(core.order),
+            kv_blocks=sum(pool.size for pool in kv),
+            kv_blocks_used=sum(pool.size - pool.free for pool in kv),
+            embedding_blocks=sum(pool.size for pool in embeddings),
+            embedding_blocks_used=sum(pool.used for pool in embeddings),
+            in_flight=sum(len(i.flights) for i in core.instances.values()),
+        )
