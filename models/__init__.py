@@ -1,0 +1,1 @@
+"""Checkpoints that ship with the project, and what makes them."""
