@@ -1,0 +1,158 @@
+"""Ragged paged attention for transformers' decoders.
+
+The tokens of several sequences lie flat in one forward, `[1, tokens, hidden]`; keys and values live in the blocks of
+a KV arena. transformers calls `attend` in place of its own attention (`AttentionInterface`) and passes the forward's
+keyword arguments `kv` and `ragged` through to it. No mask is registered for the name, so transformers builds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from epd_scheduler.protocol import Row
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "epd_ragged"  # for model.set_attn_implementation
+
+
+class PagedKV:
+    """A KV arena `[blocks, layers, 2, block_size, kv_heads, head_dim]` as the layers of one stage use it."""
+
+    def __init__(self, arena: torch.Tensor, first_layer: int) -> None:
+        blocks, self.layers, _, self.block_size, heads, dim = arena.shape
+        self.first_layer = first_layer
+        self.pages = arena.view(blocks * self.layers * 2, self.block_size, heads, dim)
+        self.slots = arena.view(blocks * self.layers * 2 * self.block_size, heads, dim)
+
+    def bind(self, ragged: Ragged) -> Binding:
+        """Addresses of a forward's blocks in this arena, to be made once a forward and passed as `kv`."""
+        device = self.slots.device
+        return Binding(
+            self,
+            (ragged.write_blocks * (2 * self.layers * self.block_size) + ragged.write_offsets).to(device),
+            (ragged.read_blocks * (2 * self.layers)).to(device),
+        )
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A `PagedKV` and where the tokens of one forward lie in it, for decoder layer `first_layer`."""
+
+    kv: PagedKV
+    write: torch.Tensor  # int64 [tokens], key slot of each new token
+    read: torch.Tensor  # int64 [pages], key page of each block that is read
+
+    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[tokens, kv_heads, head_dim]` of a layer; return all keys and values that the forward reads,
+        `[pages * block_size, kv_heads, head_dim]` each, copied together.
+        """
+        kv, index = self.kv, layer - self.kv.first_layer
+        write = self.write + 2 * index * kv.block_size
+        kv.slots.index_copy_(0, write, key)
+        kv.slots.index_copy_(0, write + kv.block_size, value)
+        read = self.read + 2 * index
+        return kv.pages.index_select(0, read).flatten(0, 1), kv.pages.index_select(0, read + 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One row of a forward: its tokens attend to `context` tokens, themselves the last of these."""
+
+    tokens: slice  # in the flat batch
+    context: slice | None  # in the keys that `Binding.update` returns; None: the row is all there is
+    mask: torch.Tensor | None  # [tokens, context], 0 or -inf; None: causal, or a single token that sees everything
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """How the flat tokens of one forward belong to sequences and blocks."""
+
+    segments: tuple[Segment, ...]
+    write_blocks: torch.Tensor  # int64 [tokens], arena block of each token
+    write_offsets: torch.Tensor  # int64 [tokens], place in the block
+    read_blocks: torch.Tensor  # int64 [pages], block tables of the rows that have a past, joined
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Ragged:
+        """Lay out rows of `lengths` tokens. Masks are built here, once a forward; layers share them."""
+        segments, blocks, offsets, reads = [], [], [], []
+        at = pages = 0
+        for row, length in zip(rows, lengths, strict=True):
+            context = row.start + length
+            index = np.arange(row.start, context)
+            table = np.array(row.blocks[: -(-context // block_size)], np.int64)
+            blocks.append(table[index // block_size])
+            offsets.append(index % block_size)
+            tokens = slice(at, at + length)
+            at += length
+            if row.start == 0:
+                segments.append(Segment(tokens, None, None))
+                continue
+            mask = _mask(length, context, dtype, device) if length > 1 else None
+            segments.append(Segment(tokens, slice(pages * block_size, pages * block_size + context), mask))
+            reads.append(table)
+            pages += len(table)
+        return cls(tuple(segments), _int64(blocks), _int64(offsets), _int64(reads))
+
+    def to(self, device: torch.device) -> Ragged:
+        """The same with the masks on another device; addresses stay on the CPU until `PagedKV.bind`."""
+        segments = (replace(s, mask=None if s.mask is None else s.mask.to(device)) for s in self.segments)
+        return replace(self, segments=tuple(segments))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _: torch.Tensor | None,
+    *,
+    kv: Binding,
+    ragged: Ragged,
+    scaling: float | None = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer: query `[1, heads, tokens, dim]`, key and value `[1, kv_heads, tokens, dim]`.
+
+    Returns `[1, tokens, heads, dim]`.
+    """
+    assert isinstance(module.layer_idx, int)
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
+    past_keys, past_values = kv.update(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = query.new_empty(1, query.shape[2], heads, dim)
+    for segment in ragged.segments:
+        q = query[:, :, segment.tokens]
+        length = q.shape[2]
+        if segment.context is None:
+            k, v = key[:, :, segment.tokens], value[:, :, segment.tokens]
+        else:
+            k = past_keys[segment.context].transpose(0, 1)[None]
+            v = past_values[segment.context].transpose(0, 1)[None]
+        if length == 1:  # the heads of a group as its queries: twice as fast on CPU as one query a head
+            q = q.reshape(1, kv_heads, heads // kv_heads, dim)
+            result = scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, 1, dim)
+        else:
+            result = scaled_dot_product_attention(
+                q, k, v, segment.mask, is_causal=segment.context is None, scale=scaling, enable_gqa=heads != kv_heads
+            )
+        out[:, segment.tokens] = result.transpose(1, 2)
+    return out, None
+
+
+def _mask(length: int, context: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    mask = torch.full((length, context), float("-inf"), dtype=dtype, device=device)
+    return mask.triu_(context - length + 1)
+
+
+def _int64(parts: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,52 @@
+"""Tells when a plan's work is done on its device, without holding up the thread that launches the next plan's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from epd_backend.pipeline import Job
+
+
+class Completion:
+    """Posts jobs in the order of submission, each when the device has done what was launched before `submit`.
+
+    On the CPU work is done when it returns, so jobs are posted at once, in the caller's thread; on a GPU a thread
+    waits for an event.
+    """
+
+    def __init__(self, device: torch.device, post: Callable[[Job], None]) -> None:
+        self._device = device
+        self._post = post
+        self._launched: queue.SimpleQueue[tuple[Job, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            self._thread = threading.Thread(target=self._wait, name="completion", daemon=True)
+            self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Post the job when the current stream of the device has come this far."""
+        if self._thread is None:
+            self._post(job)
+            return
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._launched.put((job, event))
+
+    def close(self) -> None:
+        """Post what was submitted, then stop."""
+        if self._thread is not None:
+            self._launched.put(None)
+            self._thread.join()
+
+    def _wait(self) -> None:
+        while (entry := self._launched.get()) is not None:
+            job, event = entry
+            try:
+                event.synchronize()
+            except RuntimeError as error:  # an asynchronous failure of a kernel; the device reports it here
+                job.error = job.error or f"{type(error).__name__}: {error}"
+            self._post(job)

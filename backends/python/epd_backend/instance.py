@@ -1,0 +1,62 @@
+"""From what Triton tells a model instance to its worker: device, roles, configuration file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast, get_args
+
+from epd_scheduler import config
+from epd_scheduler.protocol import Role
+
+from epd_backend.worker import Worker
+
+
+def open_worker(args: Mapping[str, str]) -> Worker:
+    """The worker of a Triton model instance; `args` is what the Python backend passes to `initialize`.
+
+    Of the model's parameters, `roles` is required; `device` names a virtual CPU device for KIND_CPU (default "cpu:0"),
+    while for KIND_GPU the instance group does. All instances of a server are children of one process and share arenas
+    by its id. Raises ConfigError and what `Worker` raises.
+    """
+    parameters = {
+        key: str(value["string_value"]) for key, value in json.loads(args["model_config"])["parameters"].items()
+    }
+    device = parameters.get("device", "cpu:0")
+    if args["model_instance_kind"] == "GPU":
+        device = f"cuda:{args['model_instance_device_id']}"
+    return Worker(
+        config.load(config_path(args["model_repository"])),
+        name=args["model_name"],
+        roles=_roles(parameters.get("roles", "")),
+        device=device,
+        stages=int(parameters.get("stages", "1")),
+        threads=int(parameters.get("threads", "1")),
+        namespace=str(os.getppid()),
+    )
+
+
+def config_path(model_directory: str) -> Path:
+    """`$EPD_CONFIG`, else `deploy/epd.yaml` beside the model repository, which may be reached through symlinks.
+
+    `model_directory` is the model's own directory in the repository. Raises ConfigError where there is none.
+    """
+    if chosen := os.environ.get("EPD_CONFIG"):
+        return Path(chosen)
+    directory = Path(model_directory)
+    beside = [path.parent.parent / "deploy" / "epd.yaml" for path in (directory.absolute(), directory.resolve())]
+    for path in beside:
+        if path.exists():
+            return path
+    raise config.ConfigError(f"no configuration at {beside[0]}; set EPD_CONFIG to the path of the file")
+
+
+def _roles(text: str) -> tuple[Role, ...]:
+    roles = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not roles or not set(roles) <= set(get_args(Role)):
+        raise config.ConfigError(
+            f"parameter 'roles' of the model is {text!r}; name one or several of {', '.join(get_args(Role))}"
+        )
+    return cast("tuple[Role, ...]", roles)
