@@ -35,7 +35,7 @@ def load_processor(path: str | Path) -> Any:
 
 
 class Reference:
-    """A checkpoint run by plain transformers: whole model, float32 unless told otherwise, greedy, one prompt at a time."""
+    """A checkpoint run by plain transformers: the whole model, float32 by default, greedy, one prompt at a time."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         self.processor = load_processor(path)
