@@ -52,6 +52,7 @@ class LimitsConfig(Section, frozen=True):
     image_bytes: int = 32 * 1024 * 1024  # largest encoded image
     pixels: int = 64_000_000  # largest image, width x height, checked before it is decoded
     requests: int = 1024  # most requests at once; more are refused
+    stall_seconds: float = 300.0  # a worker instance that makes no progress for so long counts as lost
 
 
 class Config(Section, frozen=True):

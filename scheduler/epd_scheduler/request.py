@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     max_tokens: int  # >= 1
     arrival: float  # time.monotonic() seconds
+    priority: int = 0  # the client's; 0: none given
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
