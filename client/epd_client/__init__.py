@@ -1,0 +1,1 @@
+"""Client library, server launcher and command line. Needs neither torch nor transformers."""
