@@ -88,10 +88,18 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit greyscale, which convert() would clip at 255
-        return image.point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        canvas = Image.new("RGBA", rgba.size, "white")
-        return Image.alpha_composite(canvas, rgba).convert("RGB")
-    return image.convert("RGB")
+    if image.mode.startswith("I"):
+        image = _to_8_bits(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """16-bit greyscale scaled to 8 bits, which convert() would clip at 255; a transparent value becomes alpha."""
+    grey = image.point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    clear = grey.info.pop("transparency", None)
+    if clear is not None:
+        grey.putalpha(image.convert("I").point([0 if value == clear else 255 for value in range(65536)], "L"))
+    return grey
