@@ -92,16 +92,14 @@ def make_prompts(reference: Reference) -> tuple[list[Prompt], list[list[int]], l
 @contextlib.contextmanager
 def workers(path: Path, *described: tuple[str, tuple[str, ...], str, int]):
     config = Config(model=str(path), kv=KVConfig(16, 96), embedding=EmbeddingConfig(4, 64))
-    before = set(os.listdir("/dev/shm"))
+    namespace = f"test{os.getpid()}"
     with contextlib.ExitStack() as stack:
         made = []
         for name, roles, device, stages in described:
-            made.append(
-                Worker(config, name=name, roles=roles, device=device, stages=stages, namespace=f"test{os.getpid()}")
-            )
+            made.append(Worker(config, name=name, roles=roles, device=device, stages=stages, namespace=namespace))
             stack.callback(made[-1].close)
         yield made
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in os.listdir("/dev/shm") if namespace in name]
 
 
 def prefill(worker: Worker, prompts: list[Prompt], chunk: int, at_once: int) -> list[int]:

@@ -50,7 +50,10 @@ def load_part(
             self.lm_head = None
         else:
             for name in family.vision:
-                delattr(self.model, name)  # a submodule or a bare parameter
+                bare = isinstance(getattr(self.model, name), nn.Parameter)
+                delattr(self.model, name)
+                if bare:  # the model's own initialisation still names it
+                    setattr(self.model, name, torch.empty(0))
             if layers is not None:
                 _keep_layers(self, family, *layers)
         if not isinstance(self.lm_head, nn.Linear):
