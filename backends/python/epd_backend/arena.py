@@ -7,7 +7,6 @@ On a GPU it is a CUDA allocation that a small file in /dev/shm describes (`arena
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import mmap
@@ -123,8 +122,9 @@ class CpuArena:
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         self.info = msgspec.msgpack.decode(file.header, type=ArenaInfo)
-        self._map = mmap.mmap(file.fd, HEADER_BYTES + nbytes(self.info))
-        flat = torch.frombuffer(self._map, dtype=_dtype(self.info), offset=HEADER_BYTES)
+        # The tensor keeps the mapping, which goes with the last tensor that refers to it.
+        mapped = mmap.mmap(file.fd, HEADER_BYTES + nbytes(self.info))
+        flat = torch.frombuffer(mapped, dtype=_dtype(self.info), offset=HEADER_BYTES)
         self.tensor = flat.view(self.info.shape)
 
     @classmethod
@@ -143,10 +143,8 @@ class CpuArena:
         return cls(attach_file(info))
 
     def close(self) -> None:
-        """Unmap the memory; the last user removes the file."""
+        """Let go of the memory; the last user removes the file."""
         self.tensor = torch.empty(0)
-        with contextlib.suppress(BufferError):  # a tensor elsewhere still refers to it: unmapped when that goes
-            self._map.close()
         self._file.close()
 
 

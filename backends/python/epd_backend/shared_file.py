@@ -75,6 +75,7 @@ class SharedFile:
         try:
             return _remove_if_unused(self.name, fd)
         finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a mapping of the file may keep it open, and so locked, for longer
             os.close(fd)
 
 
