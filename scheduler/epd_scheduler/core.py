@@ -46,8 +46,7 @@ class Core:
 
     def join(self, info: WorkerInfo, now: float) -> None:
         """An instance is alive. One that comes back with the same name is another one: the old one is lost."""
-        if info.name in self.instances:
-            self.lose(info.name, now)
+        self._remove(info.name, now)
         self._awaited.discard(info.name)
         self._lost.pop(info.name, None)
         self.instances[info.name] = Instance(info, self._kv_pool(info.kv), self._embedding_pool(info.embedding))
@@ -55,18 +54,8 @@ class Core:
     def lose(self, name: str, now: float) -> None:
         """An instance died: its plans have no outcome, what only it held must be made again elsewhere."""
         self._awaited.discard(name)
-        instance = self.instances.pop(name, None)
+        instance = self._remove(name, now)
         self._lost.setdefault(name, instance.info.roles if instance else ())
-        if instance is None:
-            self._life.fail_unserved(now)
-            return
-        for flight in instance.flights.values():
-            self._life.forget_flight(flight)
-        instance.flights.clear()
-        for sequence in list(self.sequences.values()):
-            if sequence.seq in instance.placed:
-                self._life.preempt(sequence, now)
-                sequence.prefill = None
         self._life.fail_unserved(now)
 
     def in_flight(self, name: str) -> int:
@@ -184,6 +173,19 @@ class Core:
             self._life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
         else:
             self._life.preempt(sequence, now)
+
+    def _remove(self, name: str, now: float) -> Instance | None:
+        """Take out an instance that is not what it was; its sequences go back to the queue."""
+        if (instance := self.instances.pop(name, None)) is None:
+            return None
+        for flight in instance.flights.values():
+            self._life.forget_flight(flight)
+        instance.flights.clear()
+        for sequence in list(self.sequences.values()):
+            if sequence.seq in instance.placed:
+                self._life.preempt(sequence, now)
+                sequence.prefill = None
+        return instance
 
     def _kv_pool(self, arenas: tuple[ArenaInfo, ...]) -> BlockPool | None:
         """Instances that share arenas share the pool, so that a hand-over between them moves no byte."""
