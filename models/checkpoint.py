@@ -66,6 +66,12 @@ def tokenizer(
     return made
 
 
+def qwen_token_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    """The token ids that the configuration of a Qwen2-VL or Qwen2.5-VL model names."""
+    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
+
+
 def save(
     path: str | Path,
     model: PreTrainedModel,

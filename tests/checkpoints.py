@@ -90,21 +90,12 @@ def _text(tokenizer: Any, layers: int, **more: Any) -> dict[str, Any]:
 
 
 def _qwen(tokenizer: Any, layers: int, model: type, config: type, vision: dict[str, Any], processor: str) -> Any:
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in (
-            ("image", "<|image_pad|>"),
-            ("video", "<|video_pad|>"),
-            ("vision_start", "<|vision_start|>"),
-            ("vision_end", "<|vision_end|>"),
-        )
-    }
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     made = config(
         text_config=_text(tokenizer, layers, rope_parameters=rope),
         vision_config={"depth": 2, "num_heads": 2, "patch_size": 14} | vision,
         tie_word_embeddings=False,
-        **ids,
+        **checkpoint.qwen_token_ids(tokenizer),
     )
     pixels = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
     return (
