@@ -191,7 +191,7 @@ def test_a_map_opens_others_arenas_once_and_refuses_those_that_are_gone(namespac
 
 
 def test_a_maker_that_fails_leaves_nothing(namespace):
-    def make(fd: int) -> bytes:
+    def make(_: int) -> bytes:
         raise OSError("no")
 
     with pytest.raises(OSError, match="no"):

@@ -181,13 +181,13 @@ def test_tokens_outside_the_vocabulary_are_no_reason_to_fail():
 
 def test_unknown_sequences_are_named():
     sampler = Sampler()
-    with pytest.raises(KeyError, match=r"sequences \[4\] were not opened"):
+    with pytest.raises(LookupError, match=r"sequences \[4\] were not opened"):
         sampler.sample([4], logits(0))
     sampler.open(4, SamplerState(Sampling()))
-    with pytest.raises(KeyError, match="no token was sampled here for sequence 4"):
+    with pytest.raises(LookupError, match="no token was sampled here for sequence 4"):
         sampler.last(4)
     sampler.sample([4], logits(0))
     assert sampler.last(4) == int(logits(0).argmax())
     sampler.close(4)
-    with pytest.raises(KeyError, match="were not opened"):
+    with pytest.raises(LookupError, match="were not opened"):
         sampler.sample([4], logits(0))

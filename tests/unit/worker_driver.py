@@ -29,6 +29,8 @@ from epd_scheduler.protocol import (
 
 _ids = itertools.count(1)
 
+NO_ARENA = ArenaInfo("none", "kv", "cpu:0", "epd_none", (1, 4, 2, 16, 1, 32), "float32")
+
 
 def plan_id() -> int:
     return next(_ids)

@@ -1,0 +1,1 @@
+"""What runs inside worker instances: weights, arenas, attention, executors, sampling."""

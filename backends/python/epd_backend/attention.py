@@ -81,11 +81,16 @@ class Ragged:
     def of(
         cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Ragged:
-        """Lay out rows of `lengths` tokens. Masks are built here, once a forward; layers share them."""
+        """Lay out rows of `lengths` tokens. Masks are built here, once a forward; layers share them.
+
+        Raises ValueError for a row whose block table is too short.
+        """
         segments, blocks, offsets, reads = [], [], [], []
         at = pages = 0
         for row, length in zip(rows, lengths, strict=True):
             context = row.start + length
+            if len(row.blocks) * block_size < context:
+                raise ValueError(f"the row of sequence {row.seq} has {len(row.blocks)} blocks for {context} tokens")
             index = np.arange(row.start, context)
             table = np.array(row.blocks[: -(-context // block_size)], np.int64)
             blocks.append(table[index // block_size])

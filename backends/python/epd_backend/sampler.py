@@ -66,20 +66,22 @@ class Sampler:
         self._sequences.pop(seq, None)
 
     def last(self, seq: int) -> int:
-        """The token sampled last. Raises KeyError when this instance has none."""
+        """The token sampled last. Raises LookupError when this instance has none."""
         sequence = self._sequences.get(seq)
         if sequence is None or sequence.last is None:
-            raise KeyError(f"no token was sampled here for sequence {seq}; name the row's token, or open its state")
+            raise LookupError(f"no token was sampled here for sequence {seq}; name the row's token, or open its state")
         return sequence.last
 
     def sample(self, seqs: Sequence[int], logits: torch.Tensor) -> list[Sample]:
         """One token for each sequence from `logits [len(seqs), vocabulary]`, and remember it.
 
-        Raises KeyError for a sequence that was not opened.
+        Raises LookupError for a sequence that was not opened.
         """
         missing = [seq for seq in seqs if seq not in self._sequences]
         if missing:
-            raise KeyError(f"sequences {missing} were not opened on this instance; send Row.open with their first row")
+            raise LookupError(
+                f"sequences {missing} were not opened on this instance; send Row.open with their first row"
+            )
         sequences = [self._sequences[seq] for seq in seqs]
         if all(sequence.plain for sequence in sequences):
             tokens = logits.argmax(-1).tolist()

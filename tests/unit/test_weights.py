@@ -1,0 +1,63 @@
+"""Each half of a checkpoint holds its own weights and none of the other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from epd_backend.weights import load_part, weight_bytes
+from safetensors import safe_open
+
+from tests import checkpoints
+
+DIGITS = Path(__file__).parents[2] / "models" / "digits-vl"
+CPU = torch.device("cpu")
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def test_bytes_of_the_halves_of_digits_vl():
+    total = size(stored(DIGITS))
+    visual = size({key: t for key, t in stored(DIGITS).items() if "visual" in key})
+    vision = load_part(DIGITS, "vision", torch.bfloat16, CPU)
+    language = load_part(DIGITS, "language", torch.bfloat16, CPU)
+    assert size(parameters(vision)) == visual
+    assert size(parameters(language)) == total - visual
+    assert 0 < visual < total
+    # Besides the parameters there are only the tables of the rotary embeddings.
+    assert 0 <= weight_bytes(vision) - visual < 1024
+    assert 0 <= weight_bytes(language) - (total - visual) < 1024
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_halves_add_up_to_the_whole(family, tmp_path):
+    path = checkpoints.make(family, tmp_path)
+    vision = parameters(load_part(path, "vision", torch.float32, CPU))
+    language = parameters(load_part(path, "language", torch.float32, CPU))
+    assert not vision.keys() & language.keys()
+    assert size(vision) + size(language) == size(stored(path))
+    assert all("language_model" in key or "lm_head" in key for key in language)
+
+
+def test_stages_hold_their_layers_and_keep_their_indices():
+    whole = parameters(load_part(DIGITS, "language", torch.float32, CPU))
+    stages = [parameters(load_part(DIGITS, "language", torch.float32, CPU, cut)) for cut in ((0, 1), (1, 3), (3, 4))]
+    for stage, layers in zip(stages, ({"0"}, {"1", "2"}, {"3"}), strict=True):
+        assert {key.split(".")[3] for key in stage if ".layers." in key} == layers
+        assert all(torch.equal(value, whole[key]) for key, value in stage.items())
+    assert set().union(*stages) == whole.keys()
+    # The embedding is tied to the head: the first stage and the last need it, those between do not.
+    assert ["model.language_model.embed_tokens.weight" in stage for stage in stages] == [True, False, True]
+    assert ["model.language_model.norm.weight" in stage for stage in stages] == [False, False, True]
