@@ -66,6 +66,21 @@ class Config(Section, frozen=True):
     limits: LimitsConfig = LimitsConfig()
 
 
+def config_path(model_directory: str) -> Path:
+    """`$EPD_CONFIG`, else `deploy/epd.yaml` beside the model repository, which may be reached through symlinks.
+
+    `model_directory` is the model's own directory in the repository. Raises ConfigError where there is none.
+    """
+    if chosen := os.environ.get("EPD_CONFIG"):
+        return Path(chosen)
+    directory = Path(model_directory)
+    beside = [path.parent.parent / "deploy" / "epd.yaml" for path in (directory.absolute(), directory.resolve())]
+    for path in beside:
+        if path.exists():
+            return path
+    raise ConfigError(f"no configuration at {beside[0]}; set EPD_CONFIG to the path of the file")
+
+
 def load(path: str | Path) -> Config:
     """Read the configuration; `EPD_MODEL` overrides `model`, and `model` becomes an absolute path.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast, get_args
 
 from epd_scheduler import config
+from epd_scheduler.config import config_path
 from epd_scheduler.protocol import Role
 
 from epd_backend.worker import Worker
@@ -36,21 +36,6 @@ def open_worker(args: Mapping[str, str]) -> Worker:
         threads=int(parameters.get("threads", "1")),
         namespace=str(os.getppid()),
     )
-
-
-def config_path(model_directory: str) -> Path:
-    """`$EPD_CONFIG`, else `deploy/epd.yaml` beside the model repository, which may be reached through symlinks.
-
-    `model_directory` is the model's own directory in the repository. Raises ConfigError where there is none.
-    """
-    if chosen := os.environ.get("EPD_CONFIG"):
-        return Path(chosen)
-    directory = Path(model_directory)
-    beside = [path.parent.parent / "deploy" / "epd.yaml" for path in (directory.absolute(), directory.resolve())]
-    for path in beside:
-        if path.exists():
-            return path
-    raise config.ConfigError(f"no configuration at {beside[0]}; set EPD_CONFIG to the path of the file")
 
 
 def _roles(text: str) -> tuple[Role, ...]:

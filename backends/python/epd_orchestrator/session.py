@@ -92,8 +92,11 @@ class Session:
         return not taken or self._call(Update(progress, text, tuple(taken)))
 
     def last_update(self, end: EndEvent) -> Update:
-        """What to finish with."""
-        return Update(self.progress, self._text.flush() if self._text else "", end=end)
+        """What to finish with. A stop string completes the answer, whatever the core has come to meanwhile."""
+        text = self._text.flush() if self._text else ""
+        if self.stopped:
+            end = msgspec.structs.replace(end, reason="stop", message="")
+        return Update(self.progress, text, end=end)
 
     def finish(self, update: Update) -> None:
         """Deliver the last update."""
