@@ -1,0 +1,131 @@
+"""The `epd` command."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from epd_client import control, demo
+from epd_client.client import Client, EpdError
+from epd_client.install import InstallError
+from epd_client.launch import LaunchError, Server
+from epd_client.timeline import picture
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console(highlight=False)
+
+Url = Annotated[str, typer.Option(help="The server's gRPC address.")]
+Repository = Annotated[Path, typer.Option(help="Model repository directory.")]
+ConfigName = Annotated[
+    str, typer.Option(help="Which configs/NAME.pbtxt of each model: cpu, 1gpu; '' for config.pbtxt (a GPU a stage).")
+]
+
+
+@app.command()
+def serve(
+    repository: Repository = Path("model_repository"),
+    config_name: ConfigName = "cpu",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option()] = 8000,
+    grpc_port: Annotated[int, typer.Option()] = 8001,
+    metrics_port: Annotated[int, typer.Option()] = 8002,
+    log: Annotated[Path | None, typer.Option(help="File for the server's log; a temporary one by default.")] = None,
+) -> None:
+    """Start the server and leave it running until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = Server(
+        repository,
+        config_name=config_name or None,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        log=log,
+    )
+    try:
+        with console.status("starting tritonserver"):
+            server.start()
+        console.print(f"HTTP {server.http}   gRPC {server.grpc}   metrics {server.metrics}/metrics   log {server.log}")
+        console.print("Ctrl-C stops the server")
+        while server.running():
+            time.sleep(0.2)
+        _fail(f"tritonserver ended by itself; log: {server.log}")
+    except KeyboardInterrupt:
+        console.print("stopping")
+    except (InstallError, LaunchError) as error:
+        _fail(str(error))
+    finally:
+        server.stop()
+
+
+@app.command()
+def chat(
+    question: str,
+    image: Annotated[list[Path] | None, typer.Option(help="Image file; may be given several times.")] = None,
+    url: Url = "localhost:8001",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    timeline: Annotated[bool, typer.Option(help="Show what ran when.")] = False,
+) -> None:
+    """Ask about images and print the answer as it comes."""
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    content = [*({"type": "image"} for _ in image or ()), {"type": "text", "text": question}]
+    last = None
+    try:
+        with Client(url) as client:
+            messages = [{"role": "user", "content": content}]
+            for chunk in client.generate(messages=messages, images=image or (), sampling=sampling, timeline=timeline):
+                console.print(chunk.text, end="", markup=False)
+                last = chunk
+    except (EpdError, ValueError) as error:
+        console.print()
+        _fail(str(error))
+    console.print()
+    if last and last.timeline:
+        console.print(picture(last.timeline, console.width))
+
+
+@app.command()
+def health(url: Url = "localhost:8001") -> None:
+    """Check the server, each model, and a request through every stage; exit status 1 if something is wrong."""
+    checks = control.health(url)
+    for check in checks:
+        console.print("[green]ok    [/green]" if check.ok else "[red]FAILED[/red]", end=" ")
+        console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def reload(model: str, url: Url = "localhost:8001") -> None:
+    """Unload and load a model, which brings back one whose process died."""
+    try:
+        with console.status(f"reloading {model}"):
+            took = control.reload(url, model)
+    except EpdError as error:
+        _fail(str(error))
+    console.print(f"{model} is loaded again ({took:.1f} s)")
+
+
+@app.command(name="demo")
+def run_demo(
+    root: Annotated[Path, typer.Option(help="The project's repository.")] = Path(),
+    config_name: ConfigName = "cpu",
+) -> None:
+    """Start a server, ask questions whose answers are known, stop it; exit status 1 if an answer is wrong."""
+    try:
+        wrong = demo.run(root.resolve(), config_name, console)
+    except (EpdError, InstallError, LaunchError, FileNotFoundError) as error:
+        _fail(str(error))
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, highlight=False).print(f"error: {message}", markup=False, style="red", soft_wrap=True)
+    raise typer.Exit(1)

@@ -1,0 +1,71 @@
+"""Health of a running server, and how to bring back a model whose process died."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import tritonclient.grpc as triton
+from PIL import Image
+from tritonclient.utils import InferenceServerException
+
+from epd_client.client import Client, EpdError, as_epd_error
+
+RELOAD_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a health report."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def health(url: str, timeout_s: float = 30.0) -> list[Check]:
+    """The server, each model, and a tiny request with an image that runs through every stage.
+
+    The request is the real proof: Triton calls a model ready even when its process is gone.
+    """
+    checks = []
+    with triton.InferenceServerClient(url) as server:
+        try:
+            ready = server.is_server_ready(client_timeout=timeout_s)
+            index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
+        except InferenceServerException as error:
+            return [Check("server", False, str(as_epd_error(error, url)))]
+    checks.append(Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready")))
+    for model in index.get("models", []):
+        state = model.get("state", "not loaded")
+        checks.append(Check(f"model {model['name']}", state == "READY", model.get("reason") or state.lower()))
+    checks.append(_probe(url, timeout_s))
+    return checks
+
+
+def reload(url: str, model: str) -> float:
+    """Unload and load `model`, which starts its process again. Returns the seconds it took. Raises EpdError.
+
+    Loading alone does nothing for a model that Triton believes to be there.
+    """
+    begin = time.monotonic()
+    with triton.InferenceServerClient(url) as server:
+        try:
+            server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
+        except InferenceServerException as error:
+            raise as_epd_error(error, url) from error
+    return time.monotonic() - begin
+
+
+def _probe(url: str, timeout_s: float) -> Check:
+    name = "request"
+    image = Image.new("RGB", (56, 56))
+    try:
+        with Client(url, timeout_s=timeout_s) as client:
+            answer = client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)
+    except EpdError as error:
+        return Check(name, False, f"{error}; `epd reload MODEL` restarts a model whose process died")
+    spans = answer.timeline.spans if answer.timeline else ()
+    stages = dict.fromkeys(f"{span.name} on {span.instance}" for span in spans if span.instance)
+    return Check(name, True, f"{', '.join(stages)}: {answer.total_s * 1e3:.0f} ms")
