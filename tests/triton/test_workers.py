@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from tritonclient.utils import InferenceServerException
-
 from epd_client.launch import Server
 from epd_scheduler.protocol import SamplerState, Sampling
+from tritonclient.utils import InferenceServerException
+
 from tests.reference import Reference
 from tests.unit import worker_driver as drive
 from tests.unit.test_language import DIGITS, TOKENS, make_prompts, prefill
