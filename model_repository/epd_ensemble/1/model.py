@@ -14,11 +14,11 @@ from epd_scheduler import config
 from epd_scheduler.request import RefusedError
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-CODES = {
-    "invalid_argument": pb_utils.TritonError.INVALID_ARG,
-    "unavailable": pb_utils.TritonError.UNAVAILABLE,
-    "cancelled": pb_utils.TritonError.CANCELLED,
-    "internal": pb_utils.TritonError.INTERNAL,
+CODES = {  # attributes of pb_utils.TritonError, which does not exist yet while this module is imported
+    "invalid_argument": "INVALID_ARG",
+    "unavailable": "UNAVAILABLE",
+    "cancelled": "CANCELLED",
+    "internal": "INTERNAL",
 }
 FLAGS = [name for name in Options.__struct_fields__ if name != "exclude_input_in_output"]
 NO_MEDIA = b"\0"  # Triton has no empty tensors that a BLS call takes
@@ -160,4 +160,5 @@ def response(outputs):
 
 
 def error_response(reason, message):
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, CODES[reason]))
+    code = getattr(pb_utils.TritonError, CODES[reason])
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
