@@ -74,7 +74,7 @@ def expected_rows(path, images):
     """Embeddings of all images from the whole model and its processor, [rows, width]."""
     reference = Reference(path)
     family = families.of(reference.model.config.to_dict())
-    inputs = reference.inputs((family.token * len(images), images))
+    inputs = reference.inputs((family.placeholder * len(images), images))
     more = {name: inputs[name] for name in family.features}
     with torch.inference_mode():
         out = reference.model.model.get_image_features(inputs["pixel_values"], **more, return_dict=True).pooler_output

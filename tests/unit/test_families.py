@@ -23,7 +23,7 @@ def test_expanded_prompt_is_the_processors(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     family, preprocessor = families.of(config), families.read_preprocessor(checkpoint)
     processor = load_processor(checkpoint)
-    placeholder = family.placeholder(config)
+    placeholder = family.placeholder
     assert processor.tokenizer.convert_tokens_to_ids(placeholder) == family.placeholder_id(config)
 
     rng = random.Random(0)

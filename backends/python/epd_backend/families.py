@@ -31,13 +31,9 @@ class Family:
     vision: tuple[str, ...]  # attributes of `model.model` that only the encoder needs
     features: tuple[str, ...]  # arguments of `get_image_features` besides `pixel_values`
     positions: Rule
-    token: str  # the placeholder in a prompt
+    placeholder: str  # the token that stands for an image in a prompt, and for one embedding row after expansion
     geometry: Callable[[int, int, Mapping[str, Any], Mapping[str, Any]], ImageLayout]
     options: Mapping[str, Any] = field(default_factory=dict)  # which the processor passes to its image processor
-
-    def placeholder(self, config: Mapping[str, Any]) -> str:
-        """The token that stands for an image in a prompt, and after expansion for one embedding row."""
-        return str(config.get("image_token", self.token))
 
     def placeholder_id(self, config: Mapping[str, Any]) -> int:
         """The token id of the placeholder, from config.json. Raises UnsupportedModelError if it names none."""
@@ -63,7 +59,7 @@ _QWEN2_5_VL = Family(
     vision=("visual",),
     features=("image_grid_thw",),
     positions="mrope",
-    token="<|image_pad|>",
+    placeholder="<|image_pad|>",
     geometry=geometry.qwen,
 )
 
@@ -76,7 +72,7 @@ _ROWS = (
         vision=("vision_tower", "multi_modal_projector", "image_newline"),
         features=("image_sizes",),
         positions="flat",
-        token="<image>",
+        placeholder="<image>",
         geometry=geometry.llava_onevision,
     ),
     Family(
@@ -85,7 +81,7 @@ _ROWS = (
         vision=("vision_tower", "multi_modal_projector"),
         features=(),
         positions="flat",
-        token="<IMG_CONTEXT>",
+        placeholder="<IMG_CONTEXT>",
         geometry=geometry.internvl,
         options={"crop_to_patches": True},
     ),

@@ -47,7 +47,7 @@ class Intake:
     def __init__(self, checkpoint: Checkpoint, limits: LimitsConfig) -> None:
         self.checkpoint = checkpoint
         self._limits = limits
-        self._placeholder = checkpoint.family.placeholder(checkpoint.config)
+        self._placeholder = checkpoint.family.placeholder
         self._placeholder_id = checkpoint.family.placeholder_id(checkpoint.config)
         self._media = itertools.count()
 
