@@ -94,11 +94,11 @@ class _Batch:
         )
         table.pin()
         reads = [embedding for _, embedding in spans]
+        pool = self.instance.embeddings
         for embedding in reads:
-            embedding.users += 1
-        self.flights.append(
-            RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, self.instance.embeddings)
-        )
+            assert pool is not None
+            pool.pin(embedding)
+        self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count
         if opened:

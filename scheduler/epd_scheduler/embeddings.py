@@ -13,8 +13,7 @@ Key = tuple[str, int]  # content key of the item, index of the unit
 class Embedding:
     """The embedding rows of one encoder unit, in the arena or on their way there.
 
-    `users` counts the requests' units that hold it and the rows in flight that read it. While `writing`, an encode
-    plan in flight writes it.
+    `users` counts the requests' units that hold it, `pins` the plans in flight that write or read it.
     """
 
     def __init__(self, key: Key, rows: int, blocks: list[int]) -> None:
@@ -22,8 +21,8 @@ class Embedding:
         self.rows = rows
         self.blocks = blocks
         self.ready = False
-        self.users = 0
-        self.writing = True
+        self.users = 1
+        self.pins = 1  # the encode plan
 
 
 class EmbeddingPool:
@@ -35,7 +34,7 @@ class EmbeddingPool:
         self._entries: dict[Key, Embedding] = {}
         self._unused: OrderedDict[Key, Embedding] = OrderedDict()  # least recently used first
         self._unused_blocks = 0
-        self.returning = 0  # blocks being written that nobody wants any more
+        self.returning = 0  # blocks without users that plans in flight still name
 
     @property
     def size(self) -> int:
@@ -61,16 +60,17 @@ class EmbeddingPool:
         embedding = self._entries.get(key)
         if embedding is None:
             return None
-        if embedding.key in self._unused:
-            del self._unused[key]
-            self._unused_blocks -= len(embedding.blocks)
-        elif not embedding.users:
-            self.returning -= len(embedding.blocks)
+        if not embedding.users:
+            if embedding.pins:
+                self.returning -= len(embedding.blocks)
+            else:
+                del self._unused[key]
+                self._unused_blocks -= len(embedding.blocks)
         embedding.users += 1
         return embedding
 
     def create(self, key: Key, rows: int) -> Embedding | None:
-        """Reserve blocks for an embedding about to be encoded, evicting cache; None if too few are available."""
+        """Reserve and pin blocks for an embedding about to be encoded, evicting cache; None if too few are there."""
         need = self.blocks_for(rows)
         if need > self.available:
             return None
@@ -79,30 +79,37 @@ class EmbeddingPool:
             self._unused_blocks -= len(old.blocks)
             self._drop(old)
         embedding = Embedding(key, rows, self._blocks.take(need))
-        embedding.users = 1
         self._entries[key] = embedding
         return embedding
 
     def landed(self, embedding: Embedding) -> None:
         """The encode plan's outcome is in and good."""
-        embedding.ready, embedding.writing = True, False
-        if not embedding.users:
-            self.returning -= len(embedding.blocks)
-            self._retire(embedding)
+        embedding.ready = True
+        self.unpin(embedding)
 
     def failed(self, embedding: Embedding) -> None:
         """The encode plan failed or its instance died; its users must forget it."""
-        embedding.writing = False
         if not embedding.users:
             self.returning -= len(embedding.blocks)
         self._drop(embedding)
 
+    def pin(self, embedding: Embedding) -> None:
+        """A row in flight reads the embedding."""
+        embedding.pins += 1
+
+    def unpin(self, embedding: Embedding) -> None:
+        """The outcome of a plan that names the embedding, or its instance's death, is in."""
+        embedding.pins -= 1
+        if not embedding.users and not embedding.pins:
+            self.returning -= len(embedding.blocks)
+            self._retire(embedding)
+
     def release(self, embedding: Embedding) -> None:
         """One user less."""
         embedding.users -= 1
-        if embedding.users or self._entries.get(embedding.key) is not embedding:
+        if embedding.users:
             return
-        if embedding.writing:
+        if embedding.pins:
             self.returning += len(embedding.blocks)
         else:
             self._retire(embedding)

@@ -34,12 +34,11 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
         pool = place(core, sequence)
         if pool is None:
             break
-        unit.embedding = pool.find((unit.item.key, unit.index))
-        if unit.embedding:
-            continue
-        unit.embedding = core.memory.embedding_for(sequence, pool, unit, now)
+        unit.embedding, cached = core.memory.embedding_for(sequence, pool, unit, now)
         if unit.embedding is None:
             break
+        if cached:
+            continue
         blocks = tuple(unit.embedding.blocks)
         gathered.append(EncodeUnit(sequence.seq, unit.item_index, unit.index, unit.item.media, unit.rows, blocks))
         embeddings.append(unit.embedding)

@@ -28,7 +28,7 @@ class RowFlight:
         self.table.unpin()
         for embedding in self.reads:
             assert self.pool is not None
-            self.pool.release(embedding)
+            self.pool.unpin(embedding)
 
 
 @dataclass

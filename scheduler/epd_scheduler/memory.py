@@ -83,11 +83,15 @@ class Memory:
         table.grow(sequence.known)
         return table
 
-    def embedding_for(self, sequence: Sequence, pool: EmbeddingPool, unit: Unit, now: float) -> Embedding | None:
-        """Blocks for a unit about to be encoded; None: wait."""
+    def embedding_for(
+        self, sequence: Sequence, pool: EmbeddingPool, unit: Unit, now: float
+    ) -> tuple[Embedding | None, bool]:
+        """A unit's embedding, and whether it is there or on its way already; if not, it has blocks. None: wait."""
         if self._must_wait(pool.arena.id, sequence, now):
-            return None
+            return None, False
         key = (unit.item.key, unit.index)
+        if cached := pool.find(key):
+            return cached, True
         embedding = pool.create(key, unit.rows)
         if embedding is None:
             need = pool.blocks_for(unit.rows)
@@ -99,7 +103,7 @@ class Memory:
             embedding = pool.create(key, unit.rows)
         if embedding is None:
             self._wait(pool.arena.id, sequence, now)
-        return embedding
+        return embedding, False
 
     def _may_start(self, sequence: Sequence, pool: BlockPool, tokens: int, now: float) -> bool:
         need = pool.blocks_for(min(tokens, pool.size * pool.block_size))

@@ -1,0 +1,143 @@
+"""Random requests, topologies, timings, cancellations and deaths: every request ends, with the right tokens."""
+
+from __future__ import annotations
+
+import random
+
+from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, SchedulerConfig
+from epd_scheduler.core import Core
+from epd_scheduler.request import RefusedError, Request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.simulated import Cluster, expected_tokens, make_request, worker_infos
+
+TOPOLOGIES = ["e-p-d", "2e-p-d", "e-2p-2d", "e-pd", "e-p+d", "epd"]
+
+part = st.one_of(st.integers(1, 30), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
+prompt = st.lists(part, min_size=1, max_size=6)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Request]:
+    made = []
+    for seq, parts in enumerate(draw(st.lists(prompt, min_size=1, max_size=12)), 1):
+        media = [draw(st.integers(1, 6)) * 100 + _shape_number(p) for p in parts if isinstance(p, tuple)]
+        made.append(make_request(seq, parts, draw(st.integers(1, 12)), media))
+    return made
+
+
+def _shape_number(units: tuple[int, ...]) -> int:
+    """Equal media have equal units, as one image has one size."""
+    return hash(units) % 10_000 * 1_000
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> tuple[Config, list[Request]]:
+    """Requests and pools that are barely large enough, or not much larger."""
+    wanted = draw(requests())
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    overlap = draw(st.sampled_from(["none", "intra", "full"]))
+    kv_need = max(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in wanted)
+    embedding_need = 1
+    for request in wanted:
+        units = {(i.key, n): -(-rows // 4) for i in request.items for n, rows in enumerate(i.units)}
+        need = sum(units.values()) if overlap == "none" else max(units.values(), default=1)
+        embedding_need = max(embedding_need, need)
+    config = Config(
+        kv=KVConfig(block_size=block_size, blocks=kv_need + draw(st.integers(0, kv_need))),
+        embedding=EmbeddingConfig(block_size=4, blocks=embedding_need + draw(st.integers(0, 8))),
+        scheduler=SchedulerConfig(
+            overlap=overlap,
+            encode_tokens=draw(st.sampled_from([1, 8, 64])),
+            token_budget=draw(st.sampled_from([1, 7, 32, 512])),
+            max_rows=draw(st.sampled_from([1, 3, 64])),
+        ),
+    )
+    return config, wanted
+
+
+def make_cluster(config: Config, topology: str, stages: int, seed: int) -> Cluster:
+    infos = worker_infos(topology, config.kv.blocks, config.kv.block_size, config.embedding.blocks, stages)
+    core = Core(config, [info.name for info in infos])
+    return Cluster(core, infos, random.Random(seed))
+
+
+common = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+@common
+@given(scenarios(), st.sampled_from(TOPOLOGIES), st.integers(1, 3), st.integers(0, 2**32))
+def test_every_request_ends_with_the_right_tokens(
+    scenario: tuple[Config, list[Request]], topology: str, stages: int, seed: int
+) -> None:
+    config, wanted = scenario
+    cluster = make_cluster(config, topology, stages, seed)
+    for request in wanted:
+        cluster.add(request)
+        for _ in range(cluster.rng.randrange(4)):
+            cluster.submit()
+            cluster.advance()
+    cluster.run()
+    for request in wanted:
+        tokens = expected_tokens(request)
+        assert cluster.tokens[request.seq] == tokens
+        assert cluster.ends[request.seq].reason == ("length" if len(tokens) == request.max_tokens else "stop")
+    cluster.assert_empty()
+
+
+@common
+@given(scenarios(), st.sampled_from(TOPOLOGIES), st.integers(1, 3), st.integers(0, 2**32))
+def test_chaos_harms_nobody_else(scenario: tuple[Config, list[Request]], topology: str, stages: int, seed: int) -> None:
+    """Cancellations, bad media, failing plans, deaths and returns of instances at random moments."""
+    config, wanted = scenario
+    cluster = make_cluster(config, topology, stages, seed)
+    rng = cluster.rng
+    cluster.bad_media.update({item.media for request in wanted for item in request.items if rng.random() < 0.1})
+    touched: set[int] = set()
+    for request in wanted:
+        try:
+            cluster.add(request)
+        except RefusedError as refusal:
+            assert refusal.reason == "unavailable"
+            touched.add(request.seq)
+            continue
+        for _ in range(rng.randrange(12)):
+            _disturb(cluster, touched, topology, stages)
+            cluster.submit()
+            cluster.advance()
+    cluster.run()
+    for request in wanted:
+        bad = cluster.bad_media & {item.media for item in request.items}
+        if request.seq not in cluster.ends:
+            assert request.seq in touched
+            continue
+        end = cluster.ends[request.seq]
+        tokens = cluster.tokens[request.seq]
+        expected = expected_tokens(request)
+        assert tokens == expected[: len(tokens)]
+        if end.reason in ("stop", "length") and request.seq not in touched:
+            assert tokens == expected
+        else:
+            assert end.reason != "invalid_argument" or bad
+            assert end.reason != "cancelled" or request.seq in touched
+    cluster.assert_empty()
+
+
+def _disturb(cluster: Cluster, touched: set[int], topology: str, stages: int) -> None:
+    rng, config = cluster.rng, cluster.core.config
+    dice = rng.random()
+    if dice < 0.05 and cluster.core.sequences:
+        seq = rng.choice(list(cluster.core.sequences))
+        touched.add(seq)
+        (cluster.core.cancel if rng.random() < 0.5 else cluster.core.stop)(seq, cluster.now)
+    elif dice < 0.08:
+        rng.choice(list(cluster.workers.values())).fail_next = True
+    elif dice < 0.12:
+        name = rng.choice(list(cluster.workers))
+        cluster.lose(name)
+        generation = f"#{rng.randrange(10**9)}"
+        infos = worker_infos(
+            topology, config.kv.blocks, config.kv.block_size, config.embedding.blocks, stages, generation
+        )
+        cluster.join(next(info for info in infos if info.name == name))
