@@ -185,8 +185,10 @@ class Generation(Iterator[Chunk]):
                 enable_empty_final_response=True,
             )
         except InferenceServerException as error:
+            # A stream that broke at once says only here that it is broken, and says why through its callback.
+            reason = error if self._responses.empty() else self._responses.get()[1] or error
             self.cancel()
-            raise as_epd_error(error, client.url) from error
+            raise as_epd_error(reason, client.url) from error
 
     def __enter__(self) -> Generation:
         return self

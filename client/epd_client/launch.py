@@ -181,7 +181,7 @@ class Server:
             status = _terminate(self._process, EXIT_TIMEOUT_S + 10)
             self._process = None
             shm.remove_stale(shm.names() - self._shm_before)
-            if self._asked_log is None and not failed:
+            if self._asked_log is None and not failed and status >= 0:  # < 0: killed by a signal
                 self.log.unlink(missing_ok=True)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,46 @@
+# Everything works on a fresh clone with Python and make alone; `make help` lists the targets.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test lint format bench-overlap clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
+	@echo "  PYTHON=$(PYTHON) is used to make $(VENV); it must be built as a shared library"
+
+setup: $(INSTALLED) ## make .venv and install all that the other targets need
+
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on PATH: install it, or run make PYTHON=/path/to/python"; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing dependencies into $(VENV) (about 1.5 GB the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[client,server,triton,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## start a real server, ask about images, check the answers, stop it
+	@$(BIN)/epd demo
+
+serve: $(INSTALLED) ## start the server on this machine's CPU and leave it running
+	@$(BIN)/epd serve
+
+test: $(INSTALLED) ## run all tests, those with a real server included
+	@$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+format: $(INSTALLED) ## let ruff rewrite the code
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench-overlap: $(INSTALLED) ## time to first token with and without overlap of encoding and prefill
+	@$(BIN)/python benchmarks/overlap.py
+
+clean: ## remove what make has made
+	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
