@@ -16,7 +16,7 @@ TRICKY = """{% for m in messages %}
 {% if add_generation_prompt %}go{% endif %}
 """
 MESSAGES = [
-    {"role": "system", "content": [{"type": "text", "text": " Be <brief> & \"exact\" — 中 "}]},
+    {"role": "system", "content": [{"type": "text", "text": ' Be <brief> & "exact" — 中 '}]},
     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
 ]
