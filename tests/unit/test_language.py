@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from epd_backend import arena
+from epd_backend.arena import ArenaMap
+from epd_backend.language import LanguageStage
 from epd_backend.worker import Worker
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig
-from epd_scheduler.protocol import MigratePlan, SamplerState, Sampling
+from epd_scheduler.protocol import BatchPlan, MigratePlan, SamplerState, Sampling
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -122,15 +125,20 @@ def prefill(worker: Worker, prompts: list[Prompt], chunk: int, at_once: int) -> 
     return [first[prompt.seq] for prompt in prompts]
 
 
-def decode(worker: Worker, prompts: list[Prompt], first: list[int], opened: bool, at_once: int) -> list[list[int]]:
-    """Greedy continuation, several steps in flight: each takes the token that the one before it sampled."""
+def decode(
+    worker: Worker, prompts: list[Prompt], first: list[int], moves: list[MigratePlan], at_once: int
+) -> list[list[int]]:
+    """Greedy continuation, several steps in flight: each takes the token that the one before it sampled.
+
+    With `moves`, these go ahead in the same exchange, and the first step opens the sequences.
+    """
     output = {prompt.seq: [token] for prompt, token in zip(prompts, first, strict=True)}
-    plans = []
+    plans: list[BatchPlan | MigratePlan] = [*moves]
     for step in range(1, TOKENS):
         rows = []
         for prompt, token in zip(prompts, first, strict=True):
-            state = None if opened or step > 1 else SamplerState(Sampling(), output=(token,))
-            rows.append(prompt.step(step, (token,) if state else (), state))
+            opens = bool(moves) and step == 1
+            rows.append(prompt.step(step, state=SamplerState(Sampling(), output=(token,)) if opens else None))
         random.Random(step).shuffle(rows)
         plans.append(drive.batch(*rows))
     for at in range(0, len(plans), at_once):
@@ -157,9 +165,8 @@ def test_disaggregated_tokens_are_those_of_transformers(model, chunk, stages):
         for prompt in prompts:
             prompt.blocks = kv.cover(len(prompt.tokens))
         first = prefill(prefiller, prompts, chunk, at_once=stages + 1)
-        moves: list[MigratePlan] = [drive.migrate(prompt, source, kv_there, TOKENS) for prompt in prompts]
-        drive.run(decoder, *moves)
-        assert decode(decoder, prompts, first, opened=False, at_once=stages + 1) == answers
+        moves = [drive.migrate(prompt, source, kv_there, TOKENS) for prompt in prompts]
+        assert decode(decoder, prompts, first, moves, at_once=len(moves) + stages) == answers
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -174,7 +181,7 @@ def test_an_aggregated_instance_gives_the_same_tokens(model, stages):
             prompt.blocks = kv.cover(len(prompt.tokens) + TOKENS)
         drive.run(worker, plan, media=media)
         first = prefill(worker, prompts, 11, at_once=4)
-        assert decode(worker, prompts, first, opened=True, at_once=TOKENS) == answers
+        assert decode(worker, prompts, first, [], at_once=TOKENS) == answers
 
 
 def test_prefill_chunks_and_decode_steps_mix_in_one_batch():
@@ -220,3 +227,27 @@ def test_stages_are_bit_equal():
     assert results[0] == results[1] == results[2]
     assert len(results[0][-1]) == 4
     assert all(len(sample.top) == 5 for sample in results[0][-1])
+
+
+def test_blocks_are_put_together_from_arenas_of_other_layer_ranges():
+    """A GPU instance with stages has an arena a device; one with other stages pulls from all of them."""
+    namespace = f"test{os.getpid()}"
+    parts = [arena.join(namespace, "cpu:0", "kv", (6, n, 2, 4, 1, 32), torch.float32, at) for at, n in ((0, 1), (1, 3))]
+    for part in parts:
+        part.tensor.copy_(torch.randn(part.info.shape))
+    whole = torch.cat([part.tensor for part in parts], dim=1).clone()
+    arenas = ArenaMap()
+    plan = MigratePlan(1, "", 1, tuple(part.info for part in parts), (4, 0), (2, 3))
+    for first, end in ((0, 2), (2, 4)):
+        stage = LanguageStage(DIGITS, torch.float32, "cpu:1", (first, end))
+        mine = torch.zeros(5, end - first, 2, 4, 1, 32)
+        stage.attach(mine, first, None)
+        stage.pull(plan, arenas)
+        assert torch.equal(mine[2], whole[4, first:end])
+        assert torch.equal(mine[3], whole[0, first:end])
+        assert mine[[0, 1, 4]].count_nonzero() == 0
+    with pytest.raises(ValueError, match=r"lack decoder layers \[2, 3\]"):
+        stage.pull(MigratePlan(1, "", 1, (parts[0].info,), (4,), (2,)), arenas)
+    arenas.close()
+    for part in parts:
+        part.close()
