@@ -259,7 +259,7 @@ class Cluster:
 def worker_infos(
     topology: str, kv_blocks: int, block_size: int, embedding_blocks: int, stages: int, generation: str = ""
 ) -> list[WorkerInfo]:
-    """Topologies: "e-p-d", "2e-p-d", "e-2p-2d", "e-pd" (P and D in one instance), "e-p+d" (P and D share arenas), "epd"."""
+    """Topologies: a dash separates devices; in "e-pd" one instance does P and D, in "e-p+d" two share the arenas."""
 
     def kv(device: str) -> tuple[ArenaInfo, ...]:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from epd_scheduler.blocks import BlockPool, Table
 from epd_scheduler.embeddings import Embedding, EmbeddingPool
@@ -17,23 +17,36 @@ if TYPE_CHECKING:
 Rank = tuple[float, ...]
 
 
+class _Claim(NamedTuple):
+    rank: Rank
+    sequence: Sequence
+    epoch: int
+
+    @property
+    def stands(self) -> bool:
+        """False once the sequence has ended or was preempted."""
+        return self.sequence.phase != "ended" and self.sequence.epoch == self.epoch
+
+
 class Memory:
     """Memory goes by rank.
 
     * To grow, a sequence takes blocks from those that it outranks, the last of them first, by preemption.
     * To start, it waits for free blocks for all its known tokens; only the first of all sequences preempts for that.
-    * While a sequence waits for blocks, nobody that it outranks takes any from the pool.
+    * While a sequence waits for blocks, nobody that it outranks takes any from the pool, in this step or the next,
+      where it may be asked later than they are.
 
     So the first of all sequences always gets what it needs, ends, and the next one is first: progress.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._waiting: dict[str, Rank] = {}  # pool id -> best rank that waits for it in this step
+        self._waiting: dict[str, _Claim] = {}  # pool id -> the first of those that wait for it in this step
+        self._claims: dict[str, _Claim] = {}  # the same of the step before
 
     def begin_step(self) -> None:
-        """Forget who waited: pools may have changed."""
-        self._waiting.clear()
+        """Who still waits will say so again; until then its claim of the last step stands."""
+        self._claims, self._waiting = self._waiting, {}
 
     def check_fits(self, request: Request) -> None:
         """Raise RefusedError for a request that could not run even alone."""
@@ -133,9 +146,12 @@ class Memory:
         return all(self._core.order.rank(other, now) >= own for other in self._core.sequences.values())
 
     def _must_wait(self, pool_id: str, sequence: Sequence, now: float) -> bool:
-        waiting = self._waiting.get(pool_id)
-        return waiting is not None and waiting < self._core.order.rank(sequence, now)
+        own = self._core.order.rank(sequence, now)
+        claims = (self._claims.get(pool_id), self._waiting.get(pool_id))
+        return any(claim is not None and claim.stands and claim.rank < own for claim in claims)
 
     def _wait(self, pool_id: str, sequence: Sequence, now: float) -> None:
-        rank = self._core.order.rank(sequence, now)
-        self._waiting[pool_id] = min(rank, self._waiting.get(pool_id, rank))
+        claim = _Claim(self._core.order.rank(sequence, now), sequence, sequence.epoch)
+        first = self._waiting.get(pool_id)
+        if first is None or claim.rank < first.rank:
+            self._waiting[pool_id] = claim
