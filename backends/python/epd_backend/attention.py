@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from epd_scheduler.protocol import Row
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from epd_backend.attention_flashinfer import FlashInfer, usable
 
 NAME = "epd_ragged"  # for model.set_attn_implementation
 
@@ -28,6 +31,7 @@ class PagedKV:
         self.first_layer = first_layer
         self.pages = arena.view(blocks * self.layers * 2, self.block_size, heads, dim)
         self.slots = arena.view(blocks * self.layers * 2 * self.block_size, heads, dim)
+        self.kernels = FlashInfer(arena) if usable(arena) else None
 
     def bind(self, ragged: Ragged) -> Binding:
         """Addresses of a forward's blocks in this arena, to be made once a forward and passed as `kv`."""
@@ -47,16 +51,17 @@ class Binding:
     write: torch.Tensor  # int64 [tokens], key slot of each new token
     read: torch.Tensor  # int64 [pages], key page of each block that is read
 
-    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[tokens, kv_heads, head_dim]` of a layer; return all keys and values that the forward reads,
-        `[pages * block_size, kv_heads, head_dim]` each, copied together.
-        """
-        kv, index = self.kv, layer - self.kv.first_layer
-        write = self.write + 2 * index * kv.block_size
-        kv.slots.index_copy_(0, write, key)
-        kv.slots.index_copy_(0, write + kv.block_size, value)
-        read = self.read + 2 * index
-        return kv.pages.index_select(0, read).flatten(0, 1), kv.pages.index_select(0, read + 1).flatten(0, 1)
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values `[tokens, kv_heads, head_dim]` of the arena's layer `layer`."""
+        write = self.write + 2 * layer * self.kv.block_size
+        self.kv.slots.index_copy_(0, write, key)
+        self.kv.slots.index_copy_(0, write + self.kv.block_size, value)
+
+    def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values that the forward reads, `[pages * block_size, kv_heads, head_dim]` each, in one copy."""
+        read = self.read + 2 * layer
+        pages = self.kv.pages
+        return pages.index_select(0, read).flatten(0, 1), pages.index_select(0, read + 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Segment:
     """One row of a forward: its tokens attend to `context` tokens, themselves the last of these."""
 
     tokens: slice  # in the flat batch
-    context: slice | None  # in the keys that `Binding.update` returns; None: the row is all there is
+    context: slice | None  # in the keys that `Binding.load` returns; None: the row is all there is
     mask: torch.Tensor | None  # [tokens, context], 0 or -inf; None: causal, or a single token that sees everything
 
 
@@ -72,6 +77,9 @@ class Segment:
 class Ragged:
     """How the flat tokens of one forward belong to sequences and blocks."""
 
+    lengths: tuple[int, ...]  # new tokens of each row
+    contexts: tuple[int, ...]  # tokens that each row's last token sees
+    tables: tuple[npt.NDArray[np.int64], ...]  # blocks of each row's context
     segments: tuple[Segment, ...]
     write_blocks: torch.Tensor  # int64 [tokens], arena block of each token
     write_offsets: torch.Tensor  # int64 [tokens], place in the block
@@ -85,7 +93,7 @@ class Ragged:
 
         Raises ValueError for a row whose block table is too short.
         """
-        segments, blocks, offsets, reads = [], [], [], []
+        segments, blocks, offsets, tables, reads = [], [], [], [], []
         at = pages = 0
         for row, length in zip(rows, lengths, strict=True):
             context = row.start + length
@@ -93,6 +101,7 @@ class Ragged:
                 raise ValueError(f"the row of sequence {row.seq} has {len(row.blocks)} blocks for {context} tokens")
             index = np.arange(row.start, context)
             table = np.array(row.blocks[: -(-context // block_size)], np.int64)
+            tables.append(table)
             blocks.append(table[index // block_size])
             offsets.append(index % block_size)
             tokens = slice(at, at + length)
@@ -104,7 +113,15 @@ class Ragged:
             segments.append(Segment(tokens, slice(pages * block_size, pages * block_size + context), mask))
             reads.append(table)
             pages += len(table)
-        return cls(tuple(segments), _int64(blocks), _int64(offsets), _int64(reads))
+        return cls(
+            tuple(lengths),
+            tuple(row.start + length for row, length in zip(rows, lengths, strict=True)),
+            tuple(tables),
+            tuple(segments),
+            _int64(blocks),
+            _int64(offsets),
+            _int64(reads),
+        )
 
     def to(self, device: torch.device) -> Ragged:
         """The same with the masks on another device; addresses stay on the CPU until `PagedKV.bind`."""
@@ -130,7 +147,11 @@ def attend(
     """
     assert isinstance(module.layer_idx, int)
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-    past_keys, past_values = kv.update(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    layer = module.layer_idx - kv.kv.first_layer
+    kv.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if kv.kv.kernels is not None:
+        return kv.kv.kernels.attend(query[0].transpose(0, 1), ragged, layer, scaling)[None], None
+    past_keys, past_values = kv.load(layer)
     out = query.new_empty(1, query.shape[2], heads, dim)
     for segment in ragged.segments:
         q = query[:, :, segment.tokens]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,29 +12,32 @@ from epd_backend.pipeline import Job
 
 
 class Completion:
-    """Posts jobs in the order of submission, each when the device has done what was launched before `submit`.
+    """Posts jobs in the order of submission, each when the devices have done what was launched before `submit`.
 
-    On the CPU work is done when it returns, so jobs are posted at once, in the caller's thread; on a GPU a thread
-    waits for an event.
+    On the CPU work is done when it returns, so jobs are posted at once, in the caller's thread; on GPUs a thread
+    waits for an event of each.
     """
 
-    def __init__(self, device: torch.device, post: Callable[[Job], None]) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device], post: Callable[[Job], None]) -> None:
+        self._gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._post = post
-        self._launched: queue.SimpleQueue[tuple[Job, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[Job, list[torch.cuda.Event]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        if device.type == "cuda":
+        if self._gpus:
             self._thread = threading.Thread(target=self._wait, name="completion", daemon=True)
             self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Post the job when the current stream of the device has come this far."""
+        """Post the job when the current stream of every device has come this far."""
         if self._thread is None:
             self._post(job)
             return
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._launched.put((job, event))
+        events = []
+        for device in self._gpus:
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        self._launched.put((job, events))
 
     def close(self) -> None:
         """Post what was submitted, then stop."""
@@ -44,9 +47,10 @@ class Completion:
 
     def _wait(self) -> None:
         while (entry := self._launched.get()) is not None:
-            job, event = entry
+            job, events = entry
             try:
-                event.synchronize()
+                for event in events:
+                    event.synchronize()
             except RuntimeError as error:  # an asynchronous failure of a kernel; the device reports it here
                 job.error = job.error or f"{type(error).__name__}: {error}"
             self._post(job)

@@ -92,7 +92,7 @@ class Worker:
             weight_bytes=held,
             pid=os.getpid(),
         )
-        self._completion = Completion(torch_device(devices[-1]), self._post)
+        self._completion = Completion([torch_device(d) for d in devices], self._post)
         self._pipeline = Pipeline(name, [partial(self._step, i) for i in range(stages)], self._finish, threads)
 
     def exchange(self, data: bytes | memoryview, media: memoryview) -> bytes:
