@@ -130,7 +130,11 @@ class Client:
             inputs.append(_bytes("sampling_parameters", [json.dumps(dict(sampling)).encode()]))
         outputs = ["text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))]
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        return Generation(self, inputs, outputs, request_id, priority, deadline)
+        if priority:  # an input of its own: Triton keeps the request parameter of that name to itself
+            tensor = triton.InferInput("priority", [1], "INT32")
+            tensor.set_data_from_numpy(np.array([priority], np.int32))
+            inputs.append(tensor)
+        return Generation(self, inputs, outputs, request_id, deadline)
 
     def ask(self, text: str | None = None, *, on_text: Callable[[str], None] | None = None, **arguments: Any) -> Answer:
         """Like `generate`, but wait for the complete answer; `on_text` gets the pieces meanwhile. Raises EpdError."""
@@ -165,7 +169,6 @@ class Generation(Iterator[Chunk]):
         inputs: list[triton.InferInput],
         outputs: list[str],
         request_id: str,
-        priority: int,
         deadline: float,
     ) -> None:
         self._owner = client
@@ -175,13 +178,15 @@ class Generation(Iterator[Chunk]):
         self._stream = triton.InferenceServerClient(client.url)
         client._open.add(self)
         try:
-            self._stream.start_stream(lambda result, error: self._responses.put((result, error)))
+            self._stream.start_stream(
+                lambda result, error: self._responses.put((result, error)),
+                headers={"triton_grpc_error": "true"},  # errors keep their status code; they end the stream
+            )
             self._stream.async_stream_infer(
                 client.model,
                 inputs,
                 outputs=[triton.InferRequestedOutput(name) for name in outputs],
                 request_id=request_id,
-                priority=priority,
                 enable_empty_final_response=True,
             )
         except InferenceServerException as error:

@@ -141,7 +141,7 @@ def read_request(request):
         sampling_parameters=read_text(tensors, "sampling_parameters") or json.dumps(own),
         logprobs=options.return_logprobs or options.return_cumulative_logprob,
         id=request.request_id(),
-        priority=int(parameters.get("priority", 0)),
+        priority=int(tensors["priority"][0]) if "priority" in tensors else 0,
     )
     return options, query
 
