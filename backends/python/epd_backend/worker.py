@@ -66,12 +66,13 @@ class Worker:
         self._language: LanguageExecutor | None = None
         remove_stale()
         devices = _stage_devices(device, stages)
+        self._devices = [torch_device(each) for each in devices]
         held = 0
         try:
             if "encode" in roles:
                 from epd_backend.encoder import EncodeExecutor  # image libraries that a language instance does without
 
-                model = weights.load_part(config.model, "vision", getattr(torch, config.dtype), torch_device(device))
+                model = weights.load_part(config.model, "vision", getattr(torch, config.dtype), self._devices[0])
                 self._encoder = EncodeExecutor(config, model, self._arenas)
                 held += weights.weight_bytes(model)
             if "prefill" in roles or "decode" in roles:
@@ -92,7 +93,7 @@ class Worker:
             weight_bytes=held,
             pid=os.getpid(),
         )
-        self._completion = Completion([torch_device(d) for d in devices], self._post)
+        self._completion = Completion(self._devices, self._post)
         self._pipeline = Pipeline(name, [partial(self._step, i) for i in range(stages)], self._finish, threads)
 
     def exchange(self, data: bytes | memoryview, media: memoryview) -> bytes:
@@ -102,7 +103,7 @@ class Worker:
         Raises msgspec.ValidationError for what is not an Exchange, RuntimeError after `close`.
         """
         message = decode_exchange(data)
-        spans = {key: media[at : at + size] for key, (at, size) in message.media.items()}
+        spans = {key: media[at : at + size] for key, (at, size) in message.media.items() if at + size <= len(media)}
         for plan in message.plans:
             self._submit(plan, spans)
         with self._ready:
@@ -124,10 +125,6 @@ class Worker:
         self._arenas.close()
 
     def _submit(self, plan: Plan, media: dict[int, memoryview]) -> None:
-        with self._ready:
-            if self._closed:
-                raise RuntimeError(f"instance {self.name} is closed; load the model again")
-            self._in_progress += 1
         job = Job(plan)
         if isinstance(plan, EncodePlan):
             missing = [unit.media for unit in plan.units if unit.media not in media]
@@ -135,10 +132,16 @@ class Worker:
                 job.error = f"plan {plan.id} names media {missing} that its exchange does not carry"
             else:
                 job.media = tuple(memoryview(bytes(media[unit.media])) for unit in plan.units)
-        self._pipeline.submit(job)
+        with self._ready:  # nothing may follow what ends the pipeline
+            if self._closed:
+                raise RuntimeError(f"instance {self.name} is closed; load the model again")
+            self._in_progress += 1
+            self._pipeline.submit(job)
 
     def _step(self, index: int, job: Job) -> None:
         """One stage's part of a plan; the encoder's is all in the first."""
+        if self._devices[index].type == "cuda":
+            torch.cuda.set_device(self._devices[index])  # of this thread; kernels outside torch need it
         executor = self._encoder if isinstance(job.plan, EncodePlan) else self._language
         if executor is None:
             raise ValueError(f"instance {self.name} has roles {', '.join(self._roles)} only; send the plan elsewhere")
