@@ -40,8 +40,10 @@ class Remote:
 @pytest.fixture(scope="module")
 def workers():
     with Server(ROOT / "model_repository", config_name="cpu", models=WORKERS, env={"EPD_MODEL": str(DIGITS)}) as server:
+        namespace = f"epd_{server.pid}_"
         yield [Remote(server.grpc, name) for name in WORKERS]
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"epd_{server.pid}_")]
+        assert [name for name in os.listdir("/dev/shm") if name.startswith(namespace)]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(namespace)]
 
 
 def test_three_processes_give_the_tokens_of_transformers(workers):
