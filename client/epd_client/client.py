@@ -27,6 +27,7 @@ from epd_client.timeline import Timeline
 ImageLike = str | Path | bytes | Image.Image
 
 MODEL = "epd_ensemble"
+STREAM_MARGIN_S = 10.0  # a stream that nobody closes ends so long after its request's time limit
 BOOLEAN_OUTPUTS = {
     "return_finish_reason": "finish_reason",
     "return_num_input_tokens": "num_input_tokens",
@@ -181,6 +182,7 @@ class Generation(Iterator[Chunk]):
             self._stream.start_stream(
                 lambda result, error: self._responses.put((result, error)),
                 headers={"triton_grpc_error": "true"},  # errors keep their status code; they end the stream
+                stream_timeout=max(0.0, deadline - time.monotonic()) + STREAM_MARGIN_S,
             )
             self._stream.async_stream_infer(
                 client.model,
@@ -192,7 +194,7 @@ class Generation(Iterator[Chunk]):
         except InferenceServerException as error:
             # A stream that broke at once says only here that it is broken, and says why through its callback.
             reason = error if self._responses.empty() else self._responses.get()[1] or error
-            self.cancel()
+            self._close(cancel=False)
             raise as_epd_error(reason, client.url) from error
 
     def __enter__(self) -> Generation:
@@ -215,22 +217,26 @@ class Generation(Iterator[Chunk]):
                 message = "no complete answer within the time limit; the request is cancelled"
                 raise EpdError(message, "DEADLINE_EXCEEDED") from None
             if error is not None:
-                self.cancel()
+                self._close(cancel=False)
                 raise as_epd_error(error, self._owner.url) from error
             response = result.get_response()
             final = response.parameters["triton_final_response"].bool_param
             if final:
-                self.cancel()
+                self._close(cancel=False)
             if response.outputs:
                 return _chunk(result)
         raise StopIteration
 
     def cancel(self) -> None:
         """Stop the request on the server and close its stream; harmless when it has ended."""
+        self._close(cancel=True)
+
+    def _close(self, cancel: bool) -> None:
+        """`cancel` only what has not ended: Triton before 25.04 may crash when it is told to cancel what just did."""
         if not self._done:
             self._done = True
             self._owner._open.discard(self)
-            self._stream.stop_stream(cancel_requests=True)
+            self._stream.stop_stream(cancel_requests=cancel)
             self._stream.close()
 
 
