@@ -114,27 +114,17 @@ class Client:
         `{"max_tokens": 64, "temperature": 0.7}`. `timeout_s` is for the whole answer (default: the client's).
         Raises ValueError for an unusable argument; iterating raises EpdError if the request fails.
         """
-        if (text is None) == (messages is None):
-            raise ValueError("give either text or messages")
-        wanted = {"return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"}
-        wanted |= {"return_cumulative_logprob", "return_logprobs"} if logprobs else set()
-        wanted |= {"return_timeline"} if timeline else set()
-        inputs = [_flag("stream", stream), _flag("exclude_input_in_output", True)]
-        inputs += [_flag(name, True) for name in sorted(wanted)]
-        if text is not None:
-            inputs.append(_bytes("text_input", [text.encode()]))
-        if images:
-            inputs.append(_bytes("image", [encode_image(image) for image in images]))
-        if messages is not None:
-            inputs.append(_bytes("messages", [json.dumps(list(messages)).encode()]))
-        if sampling:
-            inputs.append(_bytes("sampling_parameters", [json.dumps(dict(sampling)).encode()]))
-        outputs = ["text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))]
+        inputs, outputs = request_tensors(
+            text,
+            images=images,
+            messages=messages,
+            sampling=sampling,
+            stream=stream,
+            logprobs=logprobs,
+            timeline=timeline,
+            priority=priority,
+        )
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        if priority:  # an input of its own: Triton keeps the request parameter of that name to itself
-            tensor = triton.InferInput("priority", [1], "INT32")
-            tensor.set_data_from_numpy(np.array([priority], np.int32))
-            inputs.append(tensor)
         return Generation(self, inputs, outputs, request_id, deadline)
 
     def ask(self, text: str | None = None, *, on_text: Callable[[str], None] | None = None, **arguments: Any) -> Answer:
@@ -224,7 +214,7 @@ class Generation(Iterator[Chunk]):
             if final:
                 self._close(cancel=False)
             if response.outputs:
-                return _chunk(result)
+                return parse_chunk(result)
         raise StopIteration
 
     def cancel(self) -> None:
@@ -238,6 +228,41 @@ class Generation(Iterator[Chunk]):
             self._owner._open.discard(self)
             self._stream.stop_stream(cancel_requests=cancel)
             self._stream.close()
+
+
+def request_tensors(
+    text: str | None = None,
+    *,
+    images: Sequence[ImageLike] = (),
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    stream: bool = True,
+    logprobs: bool = False,
+    timeline: bool = False,
+    priority: int = 0,
+) -> tuple[list[triton.InferInput], list[str]]:
+    """Input tensors and names of the wanted outputs of a request, as `Client.generate` has it. Raises ValueError."""
+    if (text is None) == (messages is None):
+        raise ValueError("give either text or messages")
+    wanted = {"return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"}
+    wanted |= {"return_cumulative_logprob", "return_logprobs"} if logprobs else set()
+    wanted |= {"return_timeline"} if timeline else set()
+    inputs = [_flag("stream", stream), _flag("exclude_input_in_output", True)]
+    inputs += [_flag(name, True) for name in sorted(wanted)]
+    if text is not None:
+        inputs.append(_bytes("text_input", [text.encode()]))
+    if images:
+        inputs.append(_bytes("image", [encode_image(image) for image in images]))
+    if messages is not None:
+        inputs.append(_bytes("messages", [json.dumps(list(messages)).encode()]))
+    if sampling:
+        inputs.append(_bytes("sampling_parameters", [json.dumps(dict(sampling)).encode()]))
+    outputs = ["text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))]
+    if priority:  # an input of its own: Triton keeps the request parameter of that name to itself
+        tensor = triton.InferInput("priority", [1], "INT32")
+        tensor.set_data_from_numpy(np.array([priority], np.int32))
+        inputs.append(tensor)
+    return inputs, outputs
 
 
 def encode_image(image: ImageLike) -> bytes:
@@ -266,7 +291,9 @@ def _flag(name: str, value: bool) -> triton.InferInput:
     return tensor
 
 
-def _chunk(result: Any) -> Chunk:
+def parse_chunk(result: Any) -> Chunk:
+    """A response of the server, of either of tritonclient's gRPC clients."""
+
     def first(name: str) -> Any:
         tensor = result.as_numpy(name)
         return None if tensor is None or tensor.size == 0 else tensor.ravel()[0]
