@@ -56,11 +56,13 @@ class _Batch:
     def add_prefills(self) -> None:
         """Schedulable prompt tokens in rank order, across requests, until the budget is spent (Algorithm 2)."""
         overlap = self.core.config.scheduler.overlap
-        for sequence in self.core.order.ordered(self.now):
+        for sequence in self.core.order.for_prefill():
             if self.budget <= 0 or len(self.rows) >= self.core.config.scheduler.max_rows:
                 return
             if sequence.phase != "queued" or (overlap == "none" and not sequence.tracker.all_ready()):
                 continue
+            if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
+                continue  # once it has started it must not wait for memory
             count = min(sequence.tracker.ready_prefix(sequence.known) - sequence.scheduled, self.budget)
             if count <= 0:
                 continue
@@ -101,6 +103,9 @@ class _Batch:
         self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count
+        sequence.begin(self.now)
+        if sequence.phase == "queued":
+            self.core.order.served(sequence, count)
         if opened:
             _move_sampler(sequence, self.instance)
         if sample:

@@ -46,6 +46,11 @@ class Table:
         self._pins = 0
         self._released = False
 
+    @property
+    def held(self) -> int:
+        """Tokens that the table's blocks hold."""
+        return len(self.blocks) * self.pool.block_size
+
     def grow(self, tokens: int) -> bool:
         """Make room for `tokens` tokens in all; False, and nothing taken, if the pool has too few free blocks."""
         missing = self.pool.blocks_for(tokens) - len(self.blocks)
@@ -57,7 +62,7 @@ class Table:
 
     def capacity(self) -> int:
         """Tokens that the table could hold with all free blocks of the pool."""
-        return (len(self.blocks) + self.pool.free) * self.pool.block_size
+        return self.held + self.pool.free * self.pool.block_size
 
     def pin(self) -> None:
         """A plan that names the blocks is in flight."""

@@ -33,14 +33,37 @@ class EmbeddingConfig(Section, frozen=True):
     blocks: int = 512  # blocks in each device's arena
 
 
+class SLOConfig(Section, frozen=True):
+    """Time to first token that a request should have: `max(floor, scale x its estimated time alone)` seconds.
+
+    A client may state its own. Without a profile there is no estimate, and the SLO is `floor`.
+    """
+
+    floor: float = 1.0
+    scale: float = 5.0
+
+
+class RPSConfig(Section, frozen=True):
+    """Order `rps`: sand before pebbles before rocks, with aging."""
+
+    classifier: Literal["impact", "modality"] = "impact"  # trained clusters of the profile, or the number of images
+    pebble_delay: float = 1.0  # seconds: a pebble outranks sand that came so much later
+    rock_delay: float = 10.0
+    share: float = 0.1  # of the prompt tokens, due to waiting pebbles and to waiting rocks whatever their rank
+
+
 class SchedulerConfig(Section, frozen=True):
     """What the core decides by."""
 
-    order: Literal["fcfs"] = "fcfs"
+    order: Literal["fcfs", "edf", "rps"] = "fcfs"
     overlap: Literal["none", "intra", "full"] = "full"
     encode_tokens: int = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
     token_budget: int = 512  # B of RServe's Algorithm 2: most tokens of one forward
     max_rows: int = 64  # most sequences of one forward
+    profile: str = ""  # costs and classes, made by `epd profile`; relative to the repository root
+    client_priority: bool = True  # a client may state its own class ("priority") and deadline ("slo")
+    slo: SLOConfig = SLOConfig()
+    rps: RPSConfig = RPSConfig()
 
 
 class LimitsConfig(Section, frozen=True):
@@ -95,8 +118,11 @@ def load(path: str | Path) -> Config:
     if model := os.environ.get("EPD_MODEL"):
         raw["model"] = model
     config = parse(raw, str(path))
-    root = Path.cwd() if os.environ.get("EPD_MODEL") else path.parent.parent
-    return msgspec.structs.replace(config, model=str((root / config.model).resolve()))
+    home = path.parent.parent
+    root = Path.cwd() if os.environ.get("EPD_MODEL") else home
+    profile = config.scheduler.profile and str((home / config.scheduler.profile).resolve())
+    scheduler = msgspec.structs.replace(config.scheduler, profile=profile)
+    return msgspec.structs.replace(config, model=str((root / config.model).resolve()), scheduler=scheduler)
 
 
 def parse(raw: Any, source: str = "configuration") -> Config:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from epd_scheduler import batching, encoding, handover
+from epd_scheduler.assess import Assessor
 from epd_scheduler.blocks import BlockPool
-from epd_scheduler.config import Config
+from epd_scheduler.config import Config, SchedulerConfig
 from epd_scheduler.embeddings import EmbeddingPool
 from epd_scheduler.instance import Flight, Instance
 from epd_scheduler.lifecycle import Lifecycle
 from epd_scheduler.memory import Memory
-from epd_scheduler.order import make_order
+from epd_scheduler.order import EDF, FCFS, Order
+from epd_scheduler.profile import Profile
 from epd_scheduler.protocol import ArenaInfo, BatchPlan, EncodePlan, MigratePlan, Outcome, Plan, WorkerInfo
 from epd_scheduler.request import Event, RefusedError, Request
+from epd_scheduler.rps import RPS
 from epd_scheduler.sequence import Sequence
 from epd_scheduler.stats import Stats
 
@@ -27,10 +30,14 @@ class Core:
     thread-safe; the caller serialises.
     """
 
-    def __init__(self, config: Config, workers: Iterable[str]) -> None:
-        """`workers` are the instances that will join or be lost; until then requests wait for them."""
+    def __init__(self, config: Config, workers: Iterable[str], profile: Profile | None = None) -> None:
+        """`workers` are the instances that will join or be lost; until then requests wait for them.
+
+        Raises ProfileError if the order needs a profile and there is none.
+        """
         self.config = config
-        self.order = make_order(config.scheduler.order)
+        self.order: Order = make_order(config.scheduler)
+        self._assessor = Assessor(config.scheduler, profile)
         self.instances: dict[str, Instance] = {}
         self.sequences: dict[int, Sequence] = {}  # all that have not ended
         self.handover: dict[int, Sequence] = {}  # prefilled, on the way to a decode instance
@@ -65,13 +72,14 @@ class Core:
 
     # Requests
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float) -> None:  # noqa: ARG002
         """Queue a request. Raises RefusedError if it can never be served or nobody is there to serve it."""
         self.memory.check_fits(request)
         sequence = Sequence(request)
+        sequence.klass, sequence.deadline = self._assessor.assess(request)
+        sequence.reserves = self.order.protects(sequence.klass) and self.memory.fits_at_once(request)
         if reason := self.unserved(sequence):
             raise RefusedError("unavailable", reason)
-        sequence.queued_since = now
         self.sequences[request.seq] = sequence
         self.order.add(sequence)
 
@@ -172,7 +180,7 @@ class Core:
         if sequence.failures > _MOST_FAILURES:
             self._life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
         else:
-            self._life.preempt(sequence, now)
+            self._life.requeue(sequence, now, "failed")
 
     def _remove(self, name: str, now: float) -> Instance | None:
         """Take out an instance that is not what it was; its sequences go back to the queue."""
@@ -183,7 +191,7 @@ class Core:
         instance.flights.clear()
         for sequence in list(self.sequences.values()):
             if sequence.seq in instance.placed:
-                self._life.preempt(sequence, now)
+                self._life.requeue(sequence, now, "lost")
                 sequence.prefill = None
         return instance
 
@@ -203,3 +211,10 @@ class Core:
             if other.embeddings and other.info.embedding == arena:
                 return other.embeddings
         return EmbeddingPool(arena)
+
+
+def make_order(config: SchedulerConfig) -> Order:
+    """The policy that the configuration names."""
+    if config.order == "rps":
+        return RPS(config.rps, config.token_budget)
+    return EDF() if config.order == "edf" else FCFS()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_encodes(core: Core, now: float) -> None:
     """Submit batches of at least C tokens, in rank order; the last batch of a request may be smaller."""
-    for sequence in core.order.ordered(now):
+    for sequence in core.order.for_encoding():
         while sequence.phase == "queued":
             encoder = min((i for i in core.doing("encode") if i.room), key=lambda i: len(i.flights), default=None)
             if encoder is None:
@@ -32,7 +32,7 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
     tokens = 0
     for unit in sequence.tracker.unplanned():
         pool = place(core, sequence)
-        if pool is None:
+        if pool is None or sequence.prefill is None or not core.memory.reserve(sequence, sequence.prefill, now):
             break
         unit.embedding, cached = core.memory.embedding_for(sequence, pool, unit, now)
         if unit.embedding is None:
@@ -50,6 +50,7 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
     pool = sequence.lives_at
     assert pool is not None
     plan = EncodePlan(core.new_plan_id(), encoder.name, pool.arena, tuple(gathered), encoder.close_now())
+    sequence.begin(now)
     core.submit(encoder, Flight(plan, now, embeddings=embeddings, pool=pool))
     return True
 

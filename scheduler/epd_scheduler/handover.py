@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def plan_migrations(core: Core, now: float) -> None:
     """Give each prefilled sequence a decode instance; its KV is pulled there, unless it is there already."""
     waiting = [s for s in core.handover.values() if not s.unsampled and s.incoming is None]
-    for sequence in sorted(waiting, key=lambda s: core.order.rank(s, now)):
+    for sequence in sorted(waiting, key=lambda s: s.rank):
         if sequence.phase != "handover":
             continue  # preempted for one before it
         target = min(core.doing("decode"), key=lambda i: len(i.placed), default=None)
@@ -29,7 +29,7 @@ def plan_migrations(core: Core, now: float) -> None:
         if sequence.table.pool is target.kv:
             _arrive(core, sequence, target)
         elif target.room:
-            table = core.memory.table_for(sequence, target.kv, now)
+            table = core.memory.table_for(sequence, target.kv, True, now)
             if table is not None:
                 _submit(core, sequence, target, table, now)
 

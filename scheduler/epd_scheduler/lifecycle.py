@@ -30,24 +30,31 @@ class Lifecycle:
 
     def end(self, sequence: Sequence, now: float, reason: EndReason, message: str = "") -> None:
         """The only way out of the core."""
+        sequence.begin(now)
         self._mark_phase_end(sequence, now)
         self._detach(sequence)
         sequence.phase = "ended"
         del self._core.sequences[sequence.seq]
         self._core.counters.ended(reason)
-        self._events.append(EndEvent(sequence.seq, reason, message, tuple(sequence.timeline)))
+        self._events.append(EndEvent(sequence.seq, reason, message, tuple(sequence.timeline), sequence.klass))
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Free all memory of a sequence and queue it again; its tokens so far stay and are recomputed."""
+        """Take a sequence's memory for one that outranks it."""
+        if sequence.scheduled == 0:
+            self.requeue(sequence, now, "queued")  # it has not begun: it only loses its place in memory
+            return
+        self._core.counters.preempted(sequence.klass)
+        self.requeue(sequence, now, "preempted")
+
+    def requeue(self, sequence: Sequence, now: float, why: str) -> None:
+        """Free all that a sequence holds and queue it again; its tokens so far stay and are recomputed."""
         self._mark_phase_end(sequence, now)
         self._detach(sequence)
         sequence.epoch += 1
         sequence.computed = sequence.scheduled = sequence.unsampled = 0
-        sequence.preemptions += 1
-        sequence.queued_since = now
-        sequence.timeline.append(Span("preempted", now, now))
+        sequence.begin(now)  # if it was waiting already
+        sequence.waiting_for, sequence.waiting_since = why, now
         sequence.phase = "queued"
-        self._core.counters.preemptions += 1
         self._core.order.add(sequence)
 
     def fail_unserved(self, now: float) -> None:

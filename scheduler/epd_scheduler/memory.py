@@ -8,13 +8,11 @@ from epd_scheduler.blocks import BlockPool, Table
 from epd_scheduler.embeddings import Embedding, EmbeddingPool
 from epd_scheduler.instance import Instance
 from epd_scheduler.request import RefusedError, Request
-from epd_scheduler.sequence import Sequence
+from epd_scheduler.sequence import Rank, Sequence
 from epd_scheduler.tracker import Unit
 
 if TYPE_CHECKING:
     from epd_scheduler.core import Core
-
-Rank = tuple[float, ...]
 
 
 class _Claim(NamedTuple):
@@ -33,6 +31,8 @@ class Memory:
 
     * To grow, a sequence takes blocks from those that it outranks, the last of them first, by preemption.
     * To start, it waits for free blocks for all its known tokens; only the first of all sequences preempts for that.
+    * A sequence that reserves (protected classes) preempts to start, takes all blocks that it can ever need and all
+      its embeddings before it prefills, and is never preempted afterwards: it waits for nothing but computation.
     * While a sequence waits for blocks, nobody that it outranks takes any from the pool, in this step or the next,
       where it may be asked later than they are.
 
@@ -58,8 +58,7 @@ class Memory:
                 f"prompt and output need {tokens} tokens of KV cache, the pool has {kv.blocks * kv.block_size}; "
                 "shorten the prompt, lower max_tokens, or raise kv.blocks",
             )
-        units = {(item.key, index): rows for item in request.items for index, rows in enumerate(item.units)}
-        needs = [-(-rows // embedding.block_size) for rows in units.values()]
+        needs = self._embedding_blocks(request)
         need = sum(needs) if self._core.config.scheduler.overlap == "none" else max(needs, default=0)
         if need > embedding.blocks:
             raise RefusedError(
@@ -68,39 +67,58 @@ class Memory:
                 f"{embedding.blocks * embedding.block_size}; send smaller images or raise embedding.blocks",
             )
 
+    def fits_at_once(self, request: Request) -> bool:
+        """True if the embedding pool holds all of a request's embeddings at the same time."""
+        return sum(self._embedding_blocks(request)) <= self._core.config.embedding.blocks
+
+    def reserve(self, sequence: Sequence, instance: Instance, now: float) -> bool:
+        """Before a sequence that reserves takes anything at `instance`: all the blocks that it can need there."""
+        if not sequence.reserves or sequence.table:
+            return True
+        assert instance.kv
+        sequence.table = self.table_for(sequence, instance.kv, instance.does("decode"), now)
+        return sequence.table is not None
+
     def room_for(self, sequence: Sequence, instance: Instance, count: int, now: float) -> int:
         """Make room for the next `count` tokens at `instance`; return how many of them fit (0: wait)."""
         pool = instance.kv
         assert pool is not None
-        if self._must_wait(pool.id, sequence, now):
+        if not self.reserve(sequence, instance, now):
             return 0
-        starting = sequence.table is None
         table = sequence.table or Table(pool)
-        if starting and not self._may_start(sequence, pool, sequence.known + 1, now):
+        wanted = sequence.scheduled + count
+        if table.held >= wanted:
+            return count
+        if self._must_wait(pool.id, sequence):
+            return max(0, table.held - sequence.scheduled)
+        if sequence.table is None and not self._may_start(sequence, pool, sequence.known + 1, now):
             return 0
-        if not table.grow(sequence.scheduled + count):
-            self._take_blocks(sequence, pool, pool.blocks_for(sequence.scheduled + count) - len(table.blocks), now)
+        if not table.grow(wanted):
+            self._take_blocks(sequence, pool, pool.blocks_for(wanted) - len(table.blocks), now)
             count = min(count, table.capacity() - sequence.scheduled)
             if count <= 0:
-                self._wait(pool.id, sequence, now)
+                self._wait(pool.id, sequence)
                 return 0
             table.grow(sequence.scheduled + count)
         sequence.table = table
         return count
 
-    def table_for(self, sequence: Sequence, pool: BlockPool, now: float) -> Table | None:
-        """A table of `pool` for all known tokens of a sequence that moves there; None: wait."""
-        if self._must_wait(pool.id, sequence, now) or not self._may_start(sequence, pool, sequence.known, now):
+    def table_for(self, sequence: Sequence, pool: BlockPool, decodes: bool, now: float) -> Table | None:
+        """A table of `pool` for all known tokens, or for all there will be if it reserves; None: wait."""
+        tokens = sequence.known
+        if sequence.reserves and decodes:
+            tokens = len(sequence.request.tokens) + sequence.request.max_tokens
+        if self._must_wait(pool.id, sequence) or not self._may_start(sequence, pool, tokens, now):
             return None
         table = Table(pool)
-        table.grow(sequence.known)
+        table.grow(tokens)
         return table
 
     def embedding_for(
         self, sequence: Sequence, pool: EmbeddingPool, unit: Unit, now: float
     ) -> tuple[Embedding | None, bool]:
         """A unit's embedding, and whether it is there or on its way already; if not, it has blocks. None: wait."""
-        if self._must_wait(pool.arena.id, sequence, now):
+        if self._must_wait(pool.arena.id, sequence):
             return None, False
         key = (unit.item.key, unit.index)
         if cached := pool.find(key):
@@ -108,50 +126,53 @@ class Memory:
         embedding = pool.create(key, unit.rows)
         if embedding is None:
             need = pool.blocks_for(unit.rows)
-            for victim in self._victims(sequence, now):
+            for victim in self._victims(sequence):
                 if pool.available + pool.returning >= need:
                     break
                 if victim.lives_at is pool and victim.tracker.holds_any():
                     self._core.life.preempt(victim, now)
             embedding = pool.create(key, unit.rows)
         if embedding is None:
-            self._wait(pool.arena.id, sequence, now)
+            self._wait(pool.arena.id, sequence)
         return embedding, False
 
     def _may_start(self, sequence: Sequence, pool: BlockPool, tokens: int, now: float) -> bool:
         need = pool.blocks_for(min(tokens, pool.size * pool.block_size))
-        if pool.free < need and self._is_first(sequence, now):
+        if pool.free < need and self._may_preempt(sequence):
             self._take_blocks(sequence, pool, need, now)
         if pool.free < need:
-            self._wait(pool.id, sequence, now)
+            self._wait(pool.id, sequence)
             return False
         return True
 
     def _take_blocks(self, sequence: Sequence, pool: BlockPool, need: int, now: float) -> None:
         """Preempt outranked sequences until `need` blocks are free or will be when plans in flight are done."""
-        for victim in self._victims(sequence, now):
+        for victim in self._victims(sequence):
             if pool.free + pool.returning >= need:
                 return
             if any(table and table.pool is pool for table in (victim.table, victim.incoming)):
                 self._core.life.preempt(victim, now)
 
-    def _victims(self, sequence: Sequence, now: float) -> list[Sequence]:
-        """Sequences that `sequence` outranks, last first."""
-        own = self._core.order.rank(sequence, now)
-        ranked = [(self._core.order.rank(other, now), other) for other in self._core.sequences.values()]
-        return [other for rank, other in sorted(ranked, key=lambda pair: pair[0], reverse=True) if rank > own]
+    def _victims(self, sequence: Sequence) -> list[Sequence]:
+        """Sequences that `sequence` outranks and that may be preempted, last first."""
+        outranked = [s for s in self._core.sequences.values() if s.rank > sequence.rank and not s.protected]
+        return sorted(outranked, key=lambda s: s.rank, reverse=True)
 
-    def _is_first(self, sequence: Sequence, now: float) -> bool:
-        own = self._core.order.rank(sequence, now)
-        return all(self._core.order.rank(other, now) >= own for other in self._core.sequences.values())
+    def _may_preempt(self, sequence: Sequence) -> bool:
+        """True for the first of all, and for those that reserve."""
+        return sequence.reserves or all(s.rank >= sequence.rank for s in self._core.sequences.values())
 
-    def _must_wait(self, pool_id: str, sequence: Sequence, now: float) -> bool:
-        own = self._core.order.rank(sequence, now)
+    def _embedding_blocks(self, request: Request) -> list[int]:
+        """Blocks of each distinct embedding of a request."""
+        units = {(item.key, index): rows for item in request.items for index, rows in enumerate(item.units)}
+        return [-(-rows // self._core.config.embedding.block_size) for rows in units.values()]
+
+    def _must_wait(self, pool_id: str, sequence: Sequence) -> bool:
         claims = (self._claims.get(pool_id), self._waiting.get(pool_id))
-        return any(claim is not None and claim.stands and claim.rank < own for claim in claims)
+        return any(claim is not None and claim.stands and claim.rank < sequence.rank for claim in claims)
 
-    def _wait(self, pool_id: str, sequence: Sequence, now: float) -> None:
-        claim = _Claim(self._core.order.rank(sequence, now), sequence, sequence.epoch)
+    def _wait(self, pool_id: str, sequence: Sequence) -> None:
+        claim = _Claim(sequence.rank, sequence, sequence.epoch)
         first = self._waiting.get(pool_id)
         if first is None or claim.rank < first.rank:
             self._waiting[pool_id] = claim

@@ -1,16 +1,21 @@
-"""Order policies: which queued sequence is served first."""
+"""Order policies: who is served first, who may take memory from whom."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from epd_scheduler.sequence import Sequence
+from epd_scheduler.request import Class
+from epd_scheduler.sequence import Rank, Sequence
 
 
 class Order(Protocol):
-    """The queue of sequences that wait for encoding or prefill, and everybody's rank."""
+    """The queue of sequences that wait for encoding or prefill.
+
+    `add` gives a sequence its rank, a total order that never changes, so that nobody is overtaken for ever: less is
+    served first and may take memory from more.
+    """
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or preempted."""
@@ -18,50 +23,109 @@ class Order(Protocol):
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; ValueError if it is not there."""
 
-    def ordered(self, now: float) -> Iterator[Sequence]:
+    def for_prefill(self) -> Iterator[Sequence]:
         """Queued sequences, first to serve first. A snapshot: the queue may change while the iterator is in use."""
 
-    def rank(self, sequence: Sequence, now: float) -> tuple[float, ...]:
-        """Total order of all sequences, queued or not; less is served first and may take memory from more."""
+    def for_encoding(self) -> Iterator[Sequence]:
+        """The same for encoder work, of sequences with items alone."""
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """So many of the sequence's prompt tokens were put in a batch."""
+
+    def protects(self, klass: Class) -> bool:
+        """True if the class is never preempted, and starts by preempting those that it outranks."""
 
     def __len__(self) -> int:
         """Queued sequences."""
 
 
-class FCFS:
-    """First come, first served, by the number that intake gave."""
+class SortedQueue:
+    """Sequences sorted by a key that is unique and does not change while they are queued."""
 
-    def __init__(self) -> None:
-        self._queue: list[Sequence] = []
+    def __init__(self, key: Callable[[Sequence], Rank]) -> None:
+        self._key = key
+        self._items: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Queue in order of `seq`, so that a preempted sequence takes its old place."""
-        insort(self._queue, sequence, key=_number)
+        """Insert in order."""
+        insort(self._items, sequence, key=self._key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out; ValueError if it is not there."""
+        index = bisect_left(self._items, self._key(sequence), key=self._key)
+        if index == len(self._items) or self._items[index] is not sequence:
+            raise ValueError(f"sequence {sequence.seq} is not queued")
+        del self._items[index]
+
+    @property
+    def first(self) -> Sequence:
+        """The first; IndexError if there is none."""
+        return self._items[0]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """A snapshot, in order."""
+        return iter(tuple(self._items))
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._items)
+
+
+class Ranked:
+    """One queue by rank; a policy adds the rank."""
+
+    def __init__(self) -> None:
+        self._queue = SortedQueue(lambda sequence: sequence.rank)
+        self._with_items = SortedQueue(lambda sequence: sequence.rank)
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """The policy: first to serve first."""
+        raise NotImplementedError
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; a preempted one takes its old place."""
+        sequence.rank = self.rank(sequence)
+        self._queue.add(sequence)
+        if sequence.request.items:
+            self._with_items.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; ValueError if it is not there."""
-        index = bisect_left(self._queue, sequence.seq, key=_number)
-        if index == len(self._queue) or self._queue[index] is not sequence:
-            raise ValueError(f"sequence {sequence.seq} is not queued")
-        del self._queue[index]
+        self._queue.remove(sequence)
+        if sequence.request.items:
+            self._with_items.remove(sequence)
 
-    def ordered(self, now: float) -> Iterator[Sequence]:  # noqa: ARG002
-        """Queued sequences, oldest first."""
-        return iter(tuple(self._queue))
+    def for_prefill(self) -> Iterator[Sequence]:
+        """By rank."""
+        return iter(self._queue)
 
-    def rank(self, sequence: Sequence, now: float) -> tuple[float, ...]:  # noqa: ARG002
-        """The older one first."""
-        return (sequence.seq,)
+    def for_encoding(self) -> Iterator[Sequence]:
+        """By rank."""
+        return iter(self._with_items)
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """Nothing to account for."""
+
+    def protects(self, klass: Class) -> bool:  # noqa: ARG002
+        """Nobody."""
+        return False
 
     def __len__(self) -> int:
         """Queued sequences."""
         return len(self._queue)
 
 
-def _number(sequence: Sequence) -> int:
-    return sequence.seq
+class FCFS(Ranked):
+    """First come, first served, by the number that intake gave."""
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """The older one first."""
+        return (sequence.seq,)
 
 
-def make_order(name: str) -> Order:
-    """The policy of that name."""
-    return {"fcfs": FCFS}[name]()
+class EDF(Ranked):
+    """Earliest deadline first."""
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """The nearest deadline first, then the older one."""
+        return (sequence.deadline, sequence.seq)

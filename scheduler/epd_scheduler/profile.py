@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-VERSION = 1
+from epd_scheduler.config import SchedulerConfig
+from epd_scheduler.request import Class, Request
 
-Class = Literal["sand", "pebble", "rock"]
-CLASSES: tuple[Class, ...] = ("sand", "pebble", "rock")
+VERSION = 1
 
 
 class ProfileError(ValueError):
@@ -113,6 +112,11 @@ def load_profile(path: str | Path) -> Profile:
     return profile
 
 
+def configured_profile(config: SchedulerConfig) -> Profile | None:
+    """The profile that the configuration names, if any. Raises ProfileError."""
+    return load_profile(config.profile) if config.profile else None
+
+
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as YAML."""
     Path(path).write_bytes(msgspec.yaml.encode(profile))
@@ -148,3 +152,8 @@ class ImpactEstimator:
             chunk = min(self._token_budget, prompt_tokens - start)
             seconds += self._profile.forward.seconds([(start, chunk)])
         return Impact(seconds, float((prompt_tokens + max_tokens) * self._profile.kv_bytes_token))
+
+    def estimate_request(self, request: Request) -> Impact:
+        """The same of a request as the core gets it."""
+        rows = [rows for item in request.items for rows in item.units]
+        return self.estimate(len(request.tokens), request.max_tokens, rows)

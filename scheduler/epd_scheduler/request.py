@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from epd_scheduler.protocol import Sampling
 
+Class = Literal["sand", "pebble", "rock"]
+CLASSES: tuple[Class, ...] = ("sand", "pebble", "rock")
+
 
 class Item(msgspec.Struct, frozen=True):
     """One multimodal item: prompt tokens `start ..< start + sum(units)` take its embedding rows, in order."""
@@ -36,13 +39,14 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     max_tokens: int  # >= 1
     arrival: float  # time.monotonic() seconds
-    priority: int = 0  # the client's; 0: none given
+    priority: int = 0  # the client's class: 1 sand, 2 pebble, 3 rock; 0: not stated
+    slo: float | None = None  # the client's: seconds to the first token
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """One piece of a request's timeline: `name` ran from `start` to `end` (time.monotonic() seconds)."""
 
-    name: str  # "queued", "encode", "prefill", "migrate", "decode", "preempted"
+    name: str  # "queued", "encode", "prefill", "first token", "migrate", "decode"; "preempted", "lost", "failed"
     start: float
     end: float
     instance: str = ""
@@ -68,6 +72,7 @@ class EndEvent(msgspec.Struct, frozen=True):
     reason: EndReason
     message: str = ""
     timeline: tuple[Span, ...] = ()
+    klass: Class = "sand"
 
 
 Event = TokenEvent | EndEvent

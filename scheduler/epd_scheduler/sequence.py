@@ -10,12 +10,13 @@ import numpy.typing as npt
 from epd_scheduler.blocks import Table
 from epd_scheduler.embeddings import EmbeddingPool
 from epd_scheduler.protocol import SamplerState
-from epd_scheduler.request import Request, Span
+from epd_scheduler.request import Class, Request, Span
 from epd_scheduler.tracker import EmbeddingTracker
 
 if TYPE_CHECKING:
     from epd_scheduler.instance import Instance
 
+Rank = tuple[float, ...]
 Phase = Literal["queued", "handover", "decode", "ended"]
 
 
@@ -29,6 +30,10 @@ class Sequence:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.klass: Class = "sand"
+        self.deadline = request.arrival  # time.monotonic() seconds
+        self.rank: Rank = ()  # given by the order policy
+        self.reserves = False  # it starts only with all the memory that it can ever need, and is never preempted then
         self.tracker = EmbeddingTracker(request.items, len(request.tokens))
         self.output: list[int] = []
         self.phase: Phase = "queued"  # queued: encoding, prefilling, or waiting for either
@@ -37,13 +42,13 @@ class Sequence:
         self.unsampled = 0
         self.epoch = 0
         self.failures = 0  # plans that failed under it
-        self.preemptions = 0
         self.table: Table | None = None
         self.incoming: Table | None = None  # destination of a migration in flight
         self.prefill: Instance | None = None  # where its embeddings and its prefill KV go
         self.sampler_at: Instance | None = None  # which instance holds its sampler state
         self.timeline: list[Span] = []
-        self.queued_since = request.arrival
+        self.waiting_for: str | None = "queued"  # name of the span that ends when the next plan is made for it
+        self.waiting_since = request.arrival
         self.decode_since = 0.0
 
     @property
@@ -65,6 +70,17 @@ class Sequence:
     def wants_more(self) -> bool:
         """True while tokens remain to be sampled beyond those in flight."""
         return len(self.output) + self.unsampled < self.request.max_tokens
+
+    @property
+    def protected(self) -> bool:
+        """True once it has started with all its memory reserved."""
+        return self.reserves and self.scheduled > 0
+
+    def begin(self, now: float) -> None:
+        """A plan is made for the sequence: its waiting ends."""
+        if self.waiting_for:
+            self.timeline.append(Span(self.waiting_for, self.waiting_since, now))
+            self.waiting_for = None
 
     def tokens(self, first: int, count: int) -> tuple[int, ...]:
         """Known tokens `first ..< first + count`."""

@@ -20,7 +20,7 @@ class Stats:
     batches: int = 0
     batch_tokens: int = 0
     migrations: int = 0
-    preemptions: int = 0
+    preemptions: dict[str, int] = field(default_factory=dict)  # by class
     ends: dict[str, int] = field(default_factory=dict)  # by reason
 
     queued: int = 0  # waiting for encoding or prefill
@@ -30,6 +30,10 @@ class Stats:
     embedding_blocks: int = 0
     embedding_blocks_used: int = 0
     in_flight: int = 0  # plans
+
+    def preempted(self, klass: str) -> None:
+        """Count a preemption."""
+        self.preemptions[klass] = self.preemptions.get(klass, 0) + 1
 
     def ended(self, reason: str) -> None:
         """Count an end."""
@@ -42,6 +46,7 @@ class Stats:
         return replace(
             self,
             ends=dict(self.ends),
+            preemptions=dict(self.preemptions),
             queued=len(core.order),
             running=len(core.sequences) - len(core.order),
             kv_blocks=sum(pool.size for pool in kv),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, SchedulerConfig
+from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, RPSConfig, SchedulerConfig
 from epd_scheduler.core import Core
 from epd_scheduler.request import RefusedError, Request
 from hypothesis import HealthCheck, given, settings
@@ -49,6 +49,8 @@ def scenarios(draw: st.DrawFn) -> tuple[Config, list[Request]]:
         embedding=EmbeddingConfig(block_size=4, blocks=embedding_need + draw(st.integers(0, 8))),
         scheduler=SchedulerConfig(
             overlap=overlap,
+            order=draw(st.sampled_from(["fcfs", "edf", "rps"])),
+            rps=RPSConfig("modality", draw(st.sampled_from([0.0, 5.0])), 10.0, draw(st.sampled_from([0.0, 0.3]))),
             encode_tokens=draw(st.sampled_from([1, 8, 64])),
             token_budget=draw(st.sampled_from([1, 7, 32, 512])),
             max_rows=draw(st.sampled_from([1, 3, 64])),
@@ -84,6 +86,8 @@ def test_every_request_ends_with_the_right_tokens(
         assert cluster.tokens[request.seq] == tokens
         assert cluster.ends[request.seq].reason == ("length" if len(tokens) == request.max_tokens else "stop")
     cluster.assert_empty()
+    if config.scheduler.order == "rps":
+        assert "sand" not in cluster.core.stats().preemptions
 
 
 @common

@@ -64,6 +64,7 @@ def test_all_outputs_of_one_response() -> None:
     assert json.loads(got["timeline"]) == {
         "id": "id-7",
         "priority": 3,
+        "class": "sand",
         "arrival": 10.0,
         "end": 11.0,
         "spans": [

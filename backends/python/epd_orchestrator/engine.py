@@ -16,7 +16,7 @@ from epd_orchestrator.hub import Hub
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import Metrics, Value
 from epd_orchestrator.runner import ExchangeFn, Runner
-from epd_orchestrator.session import Client, Session
+from epd_orchestrator.session import Client, Session, Update
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +102,11 @@ class Engine:
             events, endings = work
             now = time.monotonic()
             for seq, tokens, end in _by_request(events):
-                if (session := self._hub.session(seq)) is None:
-                    continue
-                if tokens:
-                    self._deliver(session, tokens, now)
-                if end:
-                    self._metrics.ended(end.reason, now - session.progress.arrival)
-                    self._hub.finish(session, session.last_update(end))
+                if (session := self._hub.session(seq)) is not None:
+                    if tokens:
+                        self._deliver(session, tokens, now)
+                    if end:
+                        self._conclude(session, end, now)
             if endings and self._hub.idle:  # the next response lets the model unload: no call may be under way then
                 with self._publishing:
                     self._publish()
@@ -122,10 +120,27 @@ class Engine:
         else:
             self._metrics.next_tokens(now - progress.last_token, len(tokens))
         already_stopped = session.stopped
-        if not session.push(tokens, now):
-            self._hub.cancel(session)
-        elif session.stopped and not already_stopped:
-            self._hub.stop(session.seq)
+        try:
+            reached = session.push(tokens, now)
+        except Exception as error:
+            logger.exception("request '%s': its tokens could not be turned into text", session.query.id)
+            self._hub.fail(session.seq, f"{type(error).__name__}: {error}; see the server's log")
+        else:
+            if not reached:
+                self._hub.cancel(session)
+            elif session.stopped and not already_stopped:
+                self._hub.stop(session.seq)
+
+    def _conclude(self, session: Session, end: EndEvent, now: float) -> None:
+        try:
+            update = session.last_update(end)
+        except Exception as error:
+            logger.exception("request '%s': its text could not be completed", session.query.id)
+            message = f"{type(error).__name__}: {error}; see the server's log"
+            update = Update(session.progress, end=EndEvent(session.seq, "internal", message))
+        assert update.end is not None
+        self._metrics.ended(update.end.reason, now - session.progress.arrival)
+        self._hub.finish(session, update)
 
     # Monitor
 

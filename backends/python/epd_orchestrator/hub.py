@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from epd_scheduler.config import Config
 from epd_scheduler.core import Core
+from epd_scheduler.profile import configured_profile
 from epd_scheduler.protocol import EncodePlan, Reply
 from epd_scheduler.request import EndEvent, EndReason, Event, RefusedError, Request
 from epd_scheduler.stats import Stats
@@ -34,7 +35,8 @@ class Hub:
     def __init__(self, config: Config, workers: Sequence[str]) -> None:
         self._config = config
         self._lock = threading.RLock()
-        self._core = Core(config, workers)
+        self._profile = configured_profile(config.scheduler)
+        self._core = Core(config, workers, self._profile)
         self._links = {name: Link(name, self._lock) for name in workers}
         self._sessions: dict[int, Session] = {}  # open requests
         self._admitted: set[int] = set()  # those whose end the core owes
@@ -98,6 +100,11 @@ class Hub:
         """End a request whose text matched a stop string."""
         with self._changing() as core:
             core.stop(seq, time.monotonic())
+
+    def fail(self, seq: int, message: str) -> None:
+        """End a request for a fault outside the core."""
+        with self._changing() as core:
+            core.fail(seq, message, time.monotonic())
 
     def _await_answers(self) -> None:
         """Wait until it is decided which instances are there: after a loss one may have been reloaded meanwhile."""
@@ -254,7 +261,7 @@ class Hub:
 
     def _begin_again(self, message: str) -> None:
         now = time.monotonic()
-        self._core = Core(self._config, tuple(self._links))
+        self._core = Core(self._config, tuple(self._links), self._profile)
         for link in self._links.values():
             link.lose(now)
             link.next_hello = now

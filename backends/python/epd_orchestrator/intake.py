@@ -76,7 +76,8 @@ class Intake:
             sampling=self._sampling(parameters, query.logprobs),
             max_tokens=self._max_tokens(parameters, len(tokens)),
             arrival=arrival,
-            priority=query.priority,
+            priority=query.priority if parameters.priority is None else parameters.priority,
+            slo=parameters.slo,
         )
         return Prepared(request, prompt if query.text is None else query.text, media, parameters.stop)
 

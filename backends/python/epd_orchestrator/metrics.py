@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from epd_scheduler.config import Config
+from epd_scheduler.request import CLASSES
 from epd_scheduler.stats import Stats
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -94,11 +95,13 @@ class Metrics:
             ("epd_tokens_total", {"stage": "decode"}, old.decoded_tokens, new.decoded_tokens),
             ("epd_batches_total", {"stage": "encode"}, old.encode_batches, new.encode_batches),
             ("epd_batches_total", {"stage": "forward"}, old.batches, new.batches),
-            ("epd_preemptions_total", {}, old.preemptions, new.preemptions),
             ("epd_migrations_total", {}, old.migrations, new.migrations),
         ):
             if after > before:  # a core that began again counts from 0
                 yield Value(family, labels, after - before)
+        for name in CLASSES:
+            if (count := new.preemptions.get(name, 0) - old.preemptions.get(name, 0)) > 0:
+                yield Value("epd_preemptions_total", {"class": name}, count)
 
     def _gauges(self, old: Stats, new: Stats) -> Iterator[Value]:
         yield Value("epd_requests_waiting", {}, new.queued)

@@ -99,6 +99,7 @@ def _timeline(update: Update) -> dict[str, Any]:
     return {
         "id": progress.id,
         "priority": progress.priority,
+        "class": update.end.klass if update.end else None,
         "arrival": progress.arrival,
         "end": max([progress.arrival, *(span.end for span in spans)]),
         "spans": spans,

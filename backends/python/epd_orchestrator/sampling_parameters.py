@@ -29,6 +29,8 @@ class Parameters(msgspec.Struct, frozen=True):
     sampling: Sampling
     max_tokens: int | None = None  # None: not given
     stop: tuple[str, ...] = ()
+    priority: int | None = None  # class: 1 sand, 2 pebble, 3 rock; None: not given
+    slo: float | None = None  # seconds to the first token; None: not given
 
 
 class _Range(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ _FLOATS = {
     "repetition_penalty": _Range(0.0, above=True),
     "presence_penalty": _Range(-2.0, 2.0),
     "frequency_penalty": _Range(-2.0, 2.0),
+    "slo": _Range(0.0, above=True),
 }
 _INTEGERS = {
     "max_tokens": _Range(1),
@@ -57,6 +60,7 @@ _INTEGERS = {
     "top_k": _Range(-1),
     "seed": _Range(0, _MAX_SEED),
     "logprobs": _Range(0, _MAX_LOGPROBS),
+    "priority": _Range(1, 3),
 }
 _OTHERS = ("stop", "stop_token_ids", "ignore_eos", "logit_bias")
 _KEYS = (*_FLOATS, *_INTEGERS, *_OTHERS)
@@ -75,6 +79,7 @@ def parse(text: str | None, vocab_size: int) -> Parameters:
             raise _refuse(f"unknown key '{key}'; {hint}")
     numbers: dict[str, Any] = {key: _float(key, values[key], span) for key, span in _FLOATS.items() if key in values}
     numbers |= {key: _integer(key, values[key], span) for key, span in _INTEGERS.items() if key in values}
+    priority, slo = numbers.pop("priority", None), numbers.pop("slo", None)
     max_tokens, min_tokens = numbers.pop("max_tokens", None), numbers.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise _refuse(f"'min_tokens' ({min_tokens}) must not exceed 'max_tokens' ({max_tokens})")
@@ -89,7 +94,7 @@ def parse(text: str | None, vocab_size: int) -> Parameters:
         logit_bias=_logit_bias(values.get("logit_bias", {}), vocab_size),
         **numbers,
     )
-    return Parameters(sampling, max_tokens, _stop(values.get("stop", [])))
+    return Parameters(sampling, max_tokens, _stop(values.get("stop", [])), priority, slo)
 
 
 def _refuse(message: str) -> RefusedError:

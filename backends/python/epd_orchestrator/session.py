@@ -103,9 +103,13 @@ class Session:
         self._call(update)
 
     def poll(self) -> bool:
-        """True if the client has cancelled. Never asks a finished response."""
+        """True if the client has cancelled, or cannot even be asked. Never asks a finished response."""
         with self._gate:
-            return not self._finished and self._client.cancelled()
+            try:
+                return not self._finished and self._client.cancelled()
+            except Exception as error:
+                logger.warning("request '%s': its client cannot be reached: %s", self.query.id, error)
+                return True
 
     def _call(self, update: Update) -> bool:
         with self._gate:

@@ -1,0 +1,41 @@
+"""Sand, pebbles and rocks: the class of an arriving request (RPS-Serve's request classifier)."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from epd_scheduler.profile import ImpactEstimator, Profile, ProfileError
+from epd_scheduler.request import CLASSES, Class, Request
+
+
+class Classifier(Protocol):
+    """Gives every request a class, from its metadata alone."""
+
+    def classify(self, request: Request) -> Class:
+        """The class of a request."""
+
+
+class ImpactClassifier:
+    """The nearest of the trained centres in the plane of log10(prefill seconds) and log10(KV bytes)."""
+
+    def __init__(self, profile: Profile, estimator: ImpactEstimator) -> None:
+        """Raises ProfileError if the profile holds no centres."""
+        if {centre.name for centre in profile.centres} != set(CLASSES):
+            raise ProfileError("the profile has no classifier: train it with `epd profile`")
+        self._centres = profile.centres
+        self._estimator = estimator
+
+    def classify(self, request: Request) -> Class:
+        """The class whose centre is nearest."""
+        impact = self._estimator.estimate_request(request)
+        x, y = math.log10(impact.prefill_s), math.log10(impact.kv_bytes)
+        return min(self._centres, key=lambda c: math.hypot(c.log_prefill - x, c.log_kv - y)).name
+
+
+class ModalityClassifier:
+    """Text is sand, one image a pebble, more are rocks: the naive classifier, to compare with."""
+
+    def classify(self, request: Request) -> Class:
+        """The class by the number of items alone."""
+        return CLASSES[min(len(request.items), 2)]

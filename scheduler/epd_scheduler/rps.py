@@ -1,0 +1,86 @@
+"""RPS-Serve's queue manager and priority regulator: sand before pebbles before rocks, and nobody starves.
+
+* Three FCFS queues. A sequence's rank is its arrival plus its class's delay: linear aging, for a pebble outranks all
+  sand that came `pebble_delay` seconds after it, a rock all that came `rock_delay` after it.
+* While a pebble or rock waits it is also due `share` of the prompt tokens served, aged or not.
+* Sand is never preempted, and starts by preempting what it outranks.
+
+The longest wait that follows is derived in docs/scheduling.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from epd_scheduler.config import RPSConfig
+from epd_scheduler.order import SortedQueue
+from epd_scheduler.request import CLASSES, Class
+from epd_scheduler.sequence import Rank, Sequence
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+def _deadline(sequence: Sequence) -> Rank:
+    return (sequence.deadline, sequence.seq)
+
+
+class RPS:
+    """The order of RPS-Serve (section 4: queue manager, priority regulator)."""
+
+    def __init__(self, config: RPSConfig, token_budget: int) -> None:
+        self._delay: dict[Class, float] = {"sand": 0.0, "pebble": config.pebble_delay, "rock": config.rock_delay}
+        self._share = config.share
+        self._budget = token_budget
+        self._queues = {name: SortedQueue(_rank) for name in CLASSES}
+        self._with_items = {name: SortedQueue(_deadline) for name in CLASSES}
+        self._due: dict[Class, float] = {"pebble": 0.0, "rock": 0.0}  # tokens that the share owes to a class
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; a preempted one takes its old place."""
+        sequence.rank = (sequence.request.arrival + self._delay[sequence.klass], sequence.seq)
+        self._queues[sequence.klass].add(sequence)
+        if sequence.request.items:
+            self._with_items[sequence.klass].add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue; ValueError if it is not there."""
+        self._queues[sequence.klass].remove(sequence)
+        if sequence.request.items:
+            self._with_items[sequence.klass].remove(sequence)
+
+    def for_prefill(self) -> Iterator[Sequence]:
+        """By rank, but classes that are due a whole batch first."""
+        due = [name for name, tokens in self._due.items() if tokens >= self._budget]
+        rest = [queue for name, queue in self._queues.items() if name not in due]
+        for name in due:
+            yield from self._queues[name]
+        yield from heapq.merge(*rest, key=_rank)
+
+    def for_encoding(self) -> Iterator[Sequence]:
+        """The class of the first in rank first; within a class the nearest deadline first."""
+        heads = {name: queue.first.rank for name, queue in self._with_items.items() if len(queue)}
+        for name in sorted(heads, key=lambda name: heads[name]):
+            yield from self._with_items[name]
+
+    def served(self, sequence: Sequence, tokens: int) -> None:
+        """Each waiting class is owed its share of all tokens, one batch at most; what it gets is off."""
+        for name in self._due:
+            if len(self._queues[name]):
+                self._due[name] = min(self._due[name] + self._share * tokens, self._budget)
+        if sequence.klass in self._due:
+            self._due[sequence.klass] = max(self._due[sequence.klass] - tokens, 0.0)
+
+    def protects(self, klass: Class) -> bool:
+        """Sand is never preempted and does not wait for others' memory."""
+        return klass == "sand"
+
+    def depths(self) -> dict[str, int]:
+        """Queued sequences by class."""
+        return {name: len(queue) for name, queue in self._queues.items()}
+
+    def __len__(self) -> int:
+        """Queued sequences."""
+        return sum(len(queue) for queue in self._queues.values())
