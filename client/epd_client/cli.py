@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from epd_client import control, demo
+from epd_client import control, demo, measure
 from epd_client.client import Client, EpdError
 from epd_client.install import InstallError
 from epd_client.launch import LaunchError, Server
@@ -124,6 +124,10 @@ def run_demo(
         _fail(str(error))
     if wrong:
         raise typer.Exit(1)
+
+
+app.command()(measure.bench)
+app.command()(measure.plot)
 
 
 def _fail(message: str) -> NoReturn:
