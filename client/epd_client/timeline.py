@@ -43,13 +43,14 @@ class Timeline:
     arrival: float
     end: float
     spans: tuple[Span, ...]
+    klass: str = ""  # "sand", "pebble", "rock": what the server took the request for
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Parse what the server sends."""
         data = json.loads(text)
         spans = sorted((Span(**span) for span in data["spans"]), key=lambda span: (span.start, span.end))
-        return cls(data["arrival"], data["end"], tuple(spans))
+        return cls(data["arrival"], data["end"], tuple(spans), data.get("class", ""))
 
     @property
     def ttft_s(self) -> float | None:
