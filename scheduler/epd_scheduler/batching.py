@@ -56,24 +56,28 @@ class _Batch:
     def add_prefills(self) -> None:
         """Schedulable prompt tokens in rank order, across requests, until the budget is spent (Algorithm 2)."""
         overlap = self.core.config.scheduler.overlap
+        full = False  # whoever has no blocks yet gets none now
         for sequence in self.core.order.for_prefill():
             if self.budget <= 0 or len(self.rows) >= self.core.config.scheduler.max_rows:
                 return
-            if sequence.phase != "queued" or (overlap == "none" and not sequence.tracker.all_ready()):
+            if sequence.phase != "queued" or (full and sequence.table is None):
+                continue
+            count = min(sequence.tracker.ready_prefix(sequence.known) - sequence.scheduled, self.budget)
+            if count <= 0 or (overlap == "none" and not sequence.tracker.all_ready()):
                 continue
             if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
                 continue  # once it has started it must not wait for memory
-            count = min(sequence.tracker.ready_prefix(sequence.known) - sequence.scheduled, self.budget)
-            if count <= 0:
-                continue
             place(self.core, sequence)
             if sequence.prefill is not self.instance:
                 continue
+            starts = sequence.table is None
             count = self.core.memory.room_for(sequence, self.instance, count, self.now)
-            if count and sequence.phase == "queued":
+            if count:
                 self._add(sequence, count)
                 if overlap == "intra":
                     return
+            elif starts:
+                full = True
 
     def _add(self, sequence: Sequence, count: int) -> None:
         start, table = sequence.scheduled, sequence.table

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from epd_scheduler.blocks import BlockPool
 from epd_scheduler.protocol import ArenaInfo
+
+if TYPE_CHECKING:
+    from epd_scheduler.sequence import Sequence
 
 Key = tuple[str, int]  # content key of the item, index of the unit
 
@@ -23,6 +27,7 @@ class Embedding:
         self.ready = False
         self.users = 1
         self.pins = 1  # the encode plan
+        self.waiting: list[Sequence] = []  # who asked for it before it landed, and may have gone since
 
 
 class EmbeddingPool:
@@ -85,10 +90,15 @@ class EmbeddingPool:
     def landed(self, embedding: Embedding) -> None:
         """The encode plan's outcome is in and good."""
         embedding.ready = True
+        for sequence in embedding.waiting:
+            sequence.tracker.refresh()
+        embedding.waiting.clear()
         self.unpin(embedding)
 
     def failed(self, embedding: Embedding) -> None:
-        """The encode plan failed or its instance died; its users must forget it."""
+        """The encode plan failed or its instance died."""
+        for sequence in embedding.waiting:
+            sequence.tracker.forget(embedding)
         if not embedding.users:
             self.returning -= len(embedding.blocks)
         self._drop(embedding)

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
 
 def plan_encodes(core: Core, now: float) -> None:
-    """Submit batches of at least C tokens, in rank order; the last batch of a request may be smaller."""
+    """Submit batches of at least C tokens, in order; the last batch of a request may be smaller."""
+    full = 0  # prefill instances whose embedding memory is used up
     for sequence in core.order.for_encoding():
-        while sequence.phase == "queued":
+        while sequence.phase == "queued" and sequence.tracker.needs_encoding():
             encoder = min((i for i in core.doing("encode") if i.room), key=lambda i: len(i.flights), default=None)
             if encoder is None:
                 return
-            if not _plan_one(core, encoder, sequence, now):
-                break
+            if _plan_one(core, encoder, sequence, now):
+                continue
+            if sequence.tracker.needs_encoding():
+                full += 1
+            break
+        if full and full >= len(core.doing("prefill")):
+            return  # the first in rank has been served; the others would wait behind who waits now
 
 
 def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> bool:
@@ -38,6 +44,7 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
         if unit.embedding is None:
             break
         if cached:
+            sequence.tracker.refresh()
             continue
         blocks = tuple(unit.embedding.blocks)
         gathered.append(EncodeUnit(sequence.seq, unit.item_index, unit.index, unit.item.media, unit.rows, blocks))
@@ -71,7 +78,7 @@ def complete_encode(core: Core, instance: Instance, flight: Flight, outcome: Out
     assert isinstance(flight.plan, EncodePlan)
     assert flight.pool is not None
     for index, (unit, embedding) in enumerate(zip(flight.plan.units, flight.embeddings, strict=True)):
-        holders = [s for s in core.sequences.values() if s.tracker.holds(embedding)]
+        holders = list(dict.fromkeys(s for s in embedding.waiting if s.tracker.holds(embedding)))
         fault = outcome.unit_errors.get(index)
         if fault is None and outcome.error is None:
             flight.pool.landed(embedding)
@@ -82,7 +89,8 @@ def complete_encode(core: Core, instance: Instance, flight: Flight, outcome: Out
             continue
         flight.pool.failed(embedding)
         for sequence in holders:
-            sequence.tracker.forget(embedding)
+            if sequence.phase == "ended":
+                continue  # by another unit of this plan
             if fault is not None:
                 core.life.end(sequence, now, "invalid_argument", f"image {unit.item}: {fault}")
             else:

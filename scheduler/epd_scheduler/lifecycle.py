@@ -70,8 +70,6 @@ class Lifecycle:
         for embedding in flight.embeddings:
             assert flight.pool is not None
             flight.pool.failed(embedding)
-            for sequence in self._core.sequences.values():
-                sequence.tracker.forget(embedding)
         if flight.migration:
             _, _, source, destination = flight.migration
             source.unpin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from epd_scheduler.blocks import BlockPool, Table
@@ -122,18 +123,23 @@ class Memory:
             return None, False
         key = (unit.item.key, unit.index)
         if cached := pool.find(key):
+            if not cached.ready:
+                cached.waiting.append(sequence)
             return cached, True
         embedding = pool.create(key, unit.rows)
         if embedding is None:
             need = pool.blocks_for(unit.rows)
-            for victim in self._victims(sequence):
+            for victim in self._victims(
+                sequence, lambda s: bool(s.tracker.units) and s.lives_at is pool and s.tracker.holds_any()
+            ):
                 if pool.available + pool.returning >= need:
                     break
-                if victim.lives_at is pool and victim.tracker.holds_any():
-                    self._core.life.preempt(victim, now)
+                self._core.life.preempt(victim, now)
             embedding = pool.create(key, unit.rows)
         if embedding is None:
             self._wait(pool.arena.id, sequence)
+        else:
+            embedding.waiting.append(sequence)
         return embedding, False
 
     def _may_start(self, sequence: Sequence, pool: BlockPool, tokens: int, now: float) -> bool:
@@ -147,15 +153,19 @@ class Memory:
 
     def _take_blocks(self, sequence: Sequence, pool: BlockPool, need: int, now: float) -> None:
         """Preempt outranked sequences until `need` blocks are free or will be when plans in flight are done."""
-        for victim in self._victims(sequence):
+
+        def holds(victim: Sequence) -> bool:
+            return any(table is not None and table.pool is pool for table in (victim.table, victim.incoming))
+
+        for victim in self._victims(sequence, holds):
             if pool.free + pool.returning >= need:
                 return
-            if any(table and table.pool is pool for table in (victim.table, victim.incoming)):
-                self._core.life.preempt(victim, now)
+            self._core.life.preempt(victim, now)
 
-    def _victims(self, sequence: Sequence) -> list[Sequence]:
-        """Sequences that `sequence` outranks and that may be preempted, last first."""
-        outranked = [s for s in self._core.sequences.values() if s.rank > sequence.rank and not s.protected]
+    def _victims(self, sequence: Sequence, holds: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Sequences that hold some of the memory, that `sequence` outranks and that may be preempted, last first."""
+        sequences = self._core.sequences.values()
+        outranked = [s for s in sequences if s.rank > sequence.rank and not s.protected and holds(s)]
         return sorted(outranked, key=lambda s: s.rank, reverse=True)
 
     def _may_preempt(self, sequence: Sequence) -> bool:

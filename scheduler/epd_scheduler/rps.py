@@ -10,7 +10,6 @@ The longest wait that follows is derived in docs/scheduling.md.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 from epd_scheduler.config import RPSConfig
@@ -34,36 +33,39 @@ class RPS:
         self._delay: dict[Class, float] = {"sand": 0.0, "pebble": config.pebble_delay, "rock": config.rock_delay}
         self._share = config.share
         self._budget = token_budget
+        self._all = SortedQueue(_rank)
         self._queues = {name: SortedQueue(_rank) for name in CLASSES}
-        self._with_items = {name: SortedQueue(_deadline) for name in CLASSES}
+        self._with_items = SortedQueue(_rank)
+        self._by_deadline = {name: SortedQueue(_deadline) for name in CLASSES}
         self._due: dict[Class, float] = {"pebble": 0.0, "rock": 0.0}  # tokens that the share owes to a class
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; a preempted one takes its old place."""
         sequence.rank = (sequence.request.arrival + self._delay[sequence.klass], sequence.seq)
-        self._queues[sequence.klass].add(sequence)
-        if sequence.request.items:
-            self._with_items[sequence.klass].add(sequence)
+        for queue in self._queues_of(sequence):
+            queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue; ValueError if it is not there."""
-        self._queues[sequence.klass].remove(sequence)
-        if sequence.request.items:
-            self._with_items[sequence.klass].remove(sequence)
+        for queue in self._queues_of(sequence):
+            queue.remove(sequence)
 
     def for_prefill(self) -> Iterator[Sequence]:
         """By rank, but classes that are due a whole batch first."""
         due = [name for name, tokens in self._due.items() if tokens >= self._budget]
-        rest = [queue for name, queue in self._queues.items() if name not in due]
         for name in due:
             yield from self._queues[name]
-        yield from heapq.merge(*rest, key=_rank)
+        yield from (s for s in self._all if s.klass not in due) if due else self._all
 
     def for_encoding(self) -> Iterator[Sequence]:
-        """The class of the first in rank first; within a class the nearest deadline first."""
-        heads = {name: queue.first.rank for name, queue in self._with_items.items() if len(queue)}
+        """The first in rank, so that it always gets its turn; then class by class, within one by deadline."""
+        if not len(self._with_items):
+            return
+        first = self._with_items.first
+        yield first
+        heads = {name: queue.first.rank for name, queue in self._by_deadline.items() if len(queue)}
         for name in sorted(heads, key=lambda name: heads[name]):
-            yield from self._with_items[name]
+            yield from (s for s in self._by_deadline[name] if s is not first)
 
     def served(self, sequence: Sequence, tokens: int) -> None:
         """Each waiting class is owed its share of all tokens, one batch at most; what it gets is off."""
@@ -77,10 +79,16 @@ class RPS:
         """Sand is never preempted and does not wait for others' memory."""
         return klass == "sand"
 
+    def _queues_of(self, sequence: Sequence) -> list[SortedQueue]:
+        queues = [self._all, self._queues[sequence.klass]]
+        if sequence.request.items:
+            queues += [self._with_items, self._by_deadline[sequence.klass]]
+        return queues
+
     def depths(self) -> dict[str, int]:
         """Queued sequences by class."""
         return {name: len(queue) for name, queue in self._queues.items()}
 
     def __len__(self) -> int:
         """Queued sequences."""
-        return sum(len(queue) for queue in self._queues.values())
+        return len(self._all)

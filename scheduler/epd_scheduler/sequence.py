@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -93,11 +94,13 @@ class Sequence:
     def positions(self, first: int, count: int) -> bytes:
         """int32 [d, count], C order, of tokens `first ..< first + count`, prompt or generated."""
         prompt = self.request.positions
-        length = prompt.shape[1]
+        dimensions, length = prompt.shape
+        if first >= length and count == 1:
+            return (first + self.request.position_delta).to_bytes(4, sys.byteorder, signed=True) * dimensions
         if first + count <= length:
             return prompt[:, first : first + count].tobytes()
         generated = np.arange(max(first, length), first + count, dtype=np.int32) + np.int32(self.request.position_delta)
-        tail = np.broadcast_to(generated, (prompt.shape[0], len(generated)))
+        tail = np.broadcast_to(generated, (dimensions, len(generated)))
         both: npt.NDArray[np.int32] = np.concatenate([prompt[:, first:], tail], axis=1)
         return both.tobytes()
 

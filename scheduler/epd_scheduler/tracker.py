@@ -44,8 +44,10 @@ class EmbeddingTracker:
                 self.units.append(Unit(item, number, index, start))
                 start += rows
         self._consumed = 0  # units before this one are consumed
+        self._ready_tokens = 0
         self._ready = 0  # units before this one are ready or consumed
         self._planned = 0  # units before this one have an embedding, ready or on its way, or are consumed
+        self.refresh()
 
     def unplanned(self) -> Iterator[Unit]:
         """Units that still need encoding, in prompt order."""
@@ -53,18 +55,23 @@ class EmbeddingTracker:
             self._planned += 1
         return (unit for unit in self.units[self._planned :] if unit.embedding is None)
 
-    def ready_prefix(self, length: int) -> int:
-        """Tokens of the sequence's first `length` that are schedulable as far as embeddings go (Algorithm 2)."""
+    def refresh(self) -> None:
+        """An embedding was assigned, has landed or is gone: see how far the prompt is ready."""
         while self._ready < len(self.units):
             embedding = self.units[self._ready].embedding
             if embedding is None or not embedding.ready:
-                return min(length, self.units[self._ready].start)
+                self._ready_tokens = self.units[self._ready].start
+                return
             self._ready += 1
-        return length
+        self._ready_tokens = self.length
+
+    def ready_prefix(self, length: int) -> int:
+        """Tokens of the sequence's first `length` that are schedulable as far as embeddings go (Algorithm 2)."""
+        return length if self._ready_tokens == self.length else self._ready_tokens
 
     def all_ready(self) -> bool:
         """True when every embedding that is not consumed has landed."""
-        return self.ready_prefix(self.length) == self.length
+        return self._ready_tokens == self.length
 
     def spans(self, first: int, count: int) -> list[tuple[EmbedSpan, Embedding]]:
         """The embedding rows that tokens `first ..< first + count` take; all of them are ready."""
@@ -105,6 +112,7 @@ class EmbeddingTracker:
             if unit.embedding is embedding:
                 unit.embedding = None
         self._planned = self._consumed
+        self.refresh()
 
     def reset(self, pool: EmbeddingPool | None) -> None:
         """Release everything and start anew: the sequence will be recomputed. `pool` None: the pool is gone."""
@@ -113,3 +121,4 @@ class EmbeddingTracker:
                 pool.release(unit.embedding)
             unit.embedding = None
         self._consumed = self._ready = self._planned = 0
+        self.refresh()
