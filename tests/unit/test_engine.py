@@ -262,6 +262,18 @@ def test_a_defect_of_intake_fails_its_request_alone(world: World, monkeypatch: p
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
 
 
+@pytest.mark.parametrize("method", ["push", "flush"])
+def test_a_defect_of_detokenisation_fails_its_request_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(f"epd_orchestrator.detokenizer.Detokenizer.{method}", lambda *_: 1 / 0)
+    broken = world.ask("a", '{"max_tokens": 2000}' if method == "push" else '{"max_tokens": 2}')
+    assert broken.result()[1] == "internal"
+    assert "ZeroDivisionError" in broken.message()
+    monkeypatch.undo()
+    assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
 def test_closing_ends_open_requests() -> None:
     before = set(threading.enumerate())
     world = World()
