@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint format bench-overlap clean
+.PHONY: help setup demo serve test lint format bench-overlap bench-core clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ lint: $(INSTALLED) ## ruff and mypy
 format: $(INSTALLED) ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
+
+bench-core: $(INSTALLED) ## microseconds of a scheduling iteration
+	@$(BIN)/python benchmarks/core.py
 
 bench-overlap: $(INSTALLED) ## time to first token with and without overlap of encoding and prefill
 	@$(BIN)/python benchmarks/overlap.py

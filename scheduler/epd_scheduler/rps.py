@@ -69,11 +69,10 @@ class RPS:
 
     def served(self, sequence: Sequence, tokens: int) -> None:
         """Each waiting class is owed its share of all tokens, one batch at most; what it gets is off."""
-        for name in self._due:
-            if len(self._queues[name]):
-                self._due[name] = min(self._due[name] + self._share * tokens, self._budget)
-        if sequence.klass in self._due:
-            self._due[sequence.klass] = max(self._due[sequence.klass] - tokens, 0.0)
+        for name, due in self._due.items():
+            own = tokens if sequence.klass == name else 0
+            owed = due + self._share * tokens if len(self._queues[name]) else 0.0
+            self._due[name] = min(max(owed - own, 0.0), self._budget)
 
     def protects(self, klass: Class) -> bool:
         """Sand is never preempted and does not wait for others' memory."""
