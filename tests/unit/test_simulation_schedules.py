@@ -105,7 +105,7 @@ def test_encoding_on_the_language_instance_blocks_its_forward() -> None:
 
 
 def test_hand_over_moves_blocks_beside_the_computation() -> None:
-    """The second batch holds the last 2 tokens of one prompt and the first 2 of the next; a block takes half a second."""
+    """The second batch holds the last 2 tokens of one prompt and the first 2 of the next; a block takes 0.5 s."""
     run = simulate([text(0, 6, output=2), text(0, 4, output=2)], "1E1P1D")
     assert work(run, "migrate") == [("D0", COPIER, "migrate", 8, 9), ("D0", COPIER, "migrate", 10, 10.5)]
     assert run.token_times == {0: [8, 10], 1: [10, 11.5]}
