@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from epd_scheduler.metrics_summary import SLO, Distribution, Group, RequestResult, Summary, summarise
 from epd_scheduler.workload import RequestSpec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from epd_client import load
@@ -85,11 +85,6 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, msgspec.DecodeError) as error:
             raise RunsError(f"{path}: {error}; give files that `epd bench` has written") from error
     return runs
-
-
-def progress_bar() -> Progress:
-    """For `measure`."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def table(run: Run) -> Table:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from epd_client import control, demo, measure
+from epd_client import control, demo, measure, simulate
 from epd_client.client import Client, EpdError
 from epd_client.install import InstallError
 from epd_client.launch import LaunchError, Server
@@ -128,6 +128,8 @@ def run_demo(
 
 app.command()(measure.bench)
 app.command()(measure.plot)
+app.command()(simulate.simulate)
+app.command()(measure.profile)
 
 
 def _fail(message: str) -> NoReturn:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from epd_client.client import Client, EpdError
 from epd_client.install import InstallError
@@ -53,7 +54,7 @@ def bench(
         mix = load_mix(workload)
         slos = {kind: slo.scaled(slo_scale) for kind, slo in mix.slos.items()}
         runs: list[Run] = []
-        with _server(url, repository, config_name) as address, benchmark.progress_bar() as progress:
+        with _server(url, repository, config_name) as address, _progress() as progress:
             with Client(address) as client:
                 text = TextMaker.calibrate(client)
 
@@ -110,13 +111,74 @@ def plot(
         console.print(str(path))
 
 
+def profile(
+    out: Annotated[Path, typer.Option(help="The profile file to write (YAML).")],
+    config: Annotated[Path, typer.Option(help="The server's configuration.")] = Path("deploy/epd.yaml"),
+    workload: Annotated[Path, typer.Option(help="Mix to train the classes on and to check the estimates with.")] = Path(
+        "deploy/workloads/heavy.yaml"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each probe counts; the median is taken.")] = 3,
+    checks: Annotated[int, typer.Option(min=0, help="Requests of the mix to check the estimates with.")] = 40,
+    note: Annotated[str, typer.Option(help="What else to say of the device, e.g. how cores are pinned.")] = "unpinned",
+    plots: Annotated[Path, typer.Option(help="Directory for plots.")] = Path("build/profile"),
+    url: Url = "",
+    repository: Repository = Path("model_repository"),
+    config_name: ConfigName = "cpu",
+) -> None:
+    """Measure what encoding, prefill and decoding cost on an idle server, and write the profile of model and host."""
+    from epd_scheduler.config import ConfigError
+    from epd_scheduler.config import load as load_config
+    from epd_scheduler.profile import ProfileError, save_profile
+    from epd_scheduler.workload import WorkloadError, generate, load_mix
+
+    from epd_client.payload import TextMaker
+    from epd_client.profiling import Profiler
+
+    try:
+        from epd_client import profile_builder as builder
+    except ImportError as error:
+        _fail(f"{error}; install it with: pip install 'triton-epd[bench]'")
+    try:
+        settings, mix = load_config(config), load_mix(workload)
+        model, layout = builder.read_layout(Path(settings.model))
+        environment = {"EPD_CONFIG": str(config.resolve())}
+        with _server(url, repository, config_name, environment) as address, _progress() as progress:
+            task = progress.add_task("profile")
+
+            def step(what: str, done: int, total: int) -> None:
+                progress.update(task, description=what, completed=done, total=total)
+
+            with Client(address) as client:
+                profiler = Profiler(address, settings, layout, TextMaker.calibrate(client))
+            fits = builder.fit(profiler.collect(repeats, step))
+            made = builder.build(fits, model, settings, mix, layout, builder.this_host(note))
+            specs = generate(mix, rate=1.0, count=checks, seed=1)
+            predictions = builder.check(profiler, builder.estimator_of(made, settings), layout, specs, step)
+    except (EpdError, InstallError, LaunchError, ConfigError, ProfileError, WorkloadError, OSError) as error:
+        _fail(str(error))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(made, out)
+    console.print(builder.fit_table(fits))
+    if predictions:
+        console.print(builder.check_table(predictions))
+    console.print(f"profile: {out}")
+    for path in builder.draw(fits, predictions, plots):
+        console.print(f"plot: {path}")
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
 @contextmanager
-def _server(url: str, repository: Path, config_name: str) -> Iterator[str]:
+def _server(
+    url: str, repository: Path, config_name: str, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """The gRPC address of the server to measure; one that is started here is stopped again."""
     if url:
         yield url
         return
-    with Server(repository, config_name=config_name or None, ready_timeout_s=300) as server:
+    with Server(repository, config_name=config_name or None, env=environment, ready_timeout_s=300) as server:
         yield server.grpc
 
 

@@ -136,6 +136,27 @@ def fits(panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], what: st
     return figure
 
 
+def estimates(points: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+    """Estimated against measured TTFT alone, and how the error is distributed: kind -> [(measured, estimated)]."""
+    figure, (scatter, errors) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained")
+    every = [value for pairs in points.values() for pair in pairs for value in pair]
+    limits = (0.8 * min(every), 1.25 * max(every))
+    scatter.plot(limits, limits, color="grey", linewidth=0.8)
+    for kind, pairs in points.items():
+        scatter.scatter(*zip(*pairs, strict=True), s=14, alpha=0.7, label=kind)
+        relative = sorted(estimated / measured - 1 for measured, estimated in pairs)
+        errors.step(relative, np.arange(1, len(relative) + 1) / len(relative), where="post", label=kind)
+    scatter.set(
+        xlabel="measured TTFT (s)", ylabel="estimated (s)", xscale="log", yscale="log", xlim=limits, ylim=limits
+    )
+    errors.axvline(0, color="grey", linewidth=0.8)
+    errors.set(xlabel="relative error of the estimate", ylabel="share of requests", ylim=(0, 1.02))
+    for axis in (scatter, errors):
+        axis.grid(alpha=0.3)
+    scatter.legend()
+    return figure
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a figure as PNG and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,185 @@
+"""Measures what plans cost on a running server: real requests, one probe after the other, read off their timelines.
+
+The server should be idle otherwise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from epd_scheduler.config import Config
+from epd_scheduler.fitting import EncodeSample, ForwardSample, MigrateSample
+from epd_scheduler.workload import RequestSpec
+
+from epd_client import load
+from epd_client.client import EpdError
+from epd_client.load import Observation
+from epd_client.payload import TextMaker
+
+Work = TypeVar("Work", bound=Hashable)
+
+Layout = Callable[[int, int], tuple[int, ...]]
+"""(width, height) of an image -> embedding rows of its encoder units."""
+
+SIZES = ((56, 56), (112, 112), (224, 224), (336, 224), (448, 224), (336, 336), (448, 448), (640, 480), (896, 896))
+COUNTS = (1, 2, 4, 8)  # images of a probe
+BATCHES = (1, 2, 4, 8, 16)  # sequences that decode together
+CONTEXTS = (32, 512, 2048)  # tokens of each
+STEPS = 24  # decode steps of a probe during which all its sequences decode
+MOST_STEPS = 512
+FILL = 0.8  # share of the KV pool that a probe may use
+MARGIN = 64  # tokens of a prompt for its template and question
+
+
+@dataclass
+class Samples:
+    """Plans that ran, and how long each took: the median of those that did the same work."""
+
+    encode: list[EncodeSample] = field(default_factory=list)
+    prefill: list[ForwardSample] = field(default_factory=list)
+    decode: list[ForwardSample] = field(default_factory=list)
+    migrate: list[MigrateSample] = field(default_factory=list)  # none if prefill and decode share a device
+
+    def add(self, seen: Observation, block_size: int) -> None:
+        """Take the plans of a request that ran alone from its timeline; spans of one plan have the same times."""
+        assert seen.timeline is not None
+        encodes: dict[tuple[float, float], list[int]] = {}
+        for span in seen.timeline.spans:
+            seconds = span.end - span.start
+            if span.name == "encode":
+                encodes.setdefault((span.start, span.end), []).append(span.detail["rows"])
+            elif span.name == "prefill":
+                self.prefill.append(ForwardSample(((span.detail["first"], span.detail["tokens"]),), seconds))
+            elif span.name == "migrate":
+                self.migrate.append(MigrateSample(-(-seen.input_tokens // block_size), seconds))
+        self.encode += [EncodeSample(tuple(sorted(rows)), end - start) for (start, end), rows in encodes.items()]
+
+    def medians(self) -> Samples:
+        """One sample for equal work."""
+        return Samples(
+            [EncodeSample(rows, seconds) for rows, seconds in _medians((s.rows, s.seconds) for s in self.encode)],
+            [ForwardSample(rows, seconds) for rows, seconds in _medians((s.rows, s.seconds) for s in self.prefill)],
+            [ForwardSample(rows, seconds) for rows, seconds in _medians((s.rows, s.seconds) for s in self.decode)],
+            [MigrateSample(count, seconds) for count, seconds in _medians((s.blocks, s.seconds) for s in self.migrate)],
+        )
+
+
+class Profiler:
+    """Probes one server."""
+
+    def __init__(self, url: str, config: Config, layout: Layout, text: TextMaker) -> None:
+        """`config` is the server's."""
+        self._url = url
+        self._config = config
+        self._layout = layout
+        self._text = text
+        self._kv_tokens = int(FILL * config.kv.blocks * config.kv.block_size)
+        self._longest = min(config.limits.context - MARGIN, self._kv_tokens)
+        self._seed = 0
+
+    def encode_probes(self) -> list[RequestSpec]:
+        """Images of several sizes, alone and several in a request."""
+        rows_limit = min(
+            self._longest - MARGIN, int(FILL * self._config.embedding.blocks) * self._config.embedding.block_size
+        )
+        return [
+            _spec(text_tokens=4, images=(size,) * count)
+            for size in SIZES
+            for count in COUNTS
+            if count * sum(self._layout(*size)) <= rows_limit and count <= self._config.limits.images
+        ]
+
+    def prefill_probes(self) -> list[RequestSpec]:
+        """Prompts that are short chunks, and prompts that end in a short chunk behind long ones."""
+        budget = self._config.scheduler.token_budget
+        tails = sorted({*(budget // part for part in (64, 16, 8, 4, 2, 1)), budget * 3 // 4} - {0})
+        lengths = [depth * budget + tail for depth in (0, 1, 2, 4, 7) for tail in (tails if depth < 2 else tails[::3])]
+        return [_spec(text_tokens=length) for length in lengths if length <= self._longest]
+
+    def decode_probes(self) -> list[tuple[int, int]]:
+        """(sequences, context) of decode batches."""
+        return [
+            (batch, context)
+            for context in CONTEXTS
+            for batch in BATCHES
+            if batch <= self._config.scheduler.max_rows
+            and context + STEPS <= self._longest
+            and batch * (context + STEPS) <= self._kv_tokens
+        ]
+
+    def collect(self, repeats: int, step: Callable[[str, int, int], None]) -> Samples:
+        """Run all probes; `step(what, done, total)` is called before each. Raises EpdError if a request fails."""
+        alone = self.encode_probes() + self.prefill_probes()
+        batches = self.decode_probes()
+        total = (repeats + 1) * len(alone) + repeats * len(batches)
+        done = 0
+        samples = Samples()
+        for repeat in range(repeats + 1):  # the first is a warm-up
+            for spec in alone:
+                what = f"{len(spec.images)} images" if spec.images else f"{spec.text_tokens} tokens"
+                step(what, done, total)
+                (seen,) = self.send([spec])
+                if repeat:
+                    samples.add(seen, self._config.kv.block_size)
+                done += 1
+        alone_seen: dict[int, Observation] = {}  # by context
+        for batch, context in batches * repeats:
+            step(f"{batch} sequences decode behind {context} tokens", done, total)
+            steps = STEPS if batch == 1 else STEPS + _steps_until_all_decode(batch, alone_seen[context])
+            if (
+                steps <= MOST_STEPS
+                and context + steps <= self._longest
+                and batch * (context + steps) <= self._kv_tokens
+            ):
+                seen_batch = self.send([_spec(text_tokens=context, output_tokens=steps)] * batch)
+                if batch == 1:
+                    alone_seen[context] = seen_batch[0]
+                if sample := decode_sample(seen_batch):
+                    samples.decode.append(sample)
+            done += 1
+        step("done", total, total)
+        return samples.medians()
+
+    def send(self, specs: Sequence[RequestSpec]) -> list[Observation]:
+        """Send requests with contents never sent before, and wait. Raises EpdError if one fails."""
+        self._seed += 1
+        seen = load.run(self._url, load.prepare(specs, self._text, seed=self._seed))
+        for observation in seen:
+            if observation.error or observation.timeline is None:
+                raise EpdError(f"a probe failed: {observation.error or 'no timeline came back'}", "INTERNAL")
+        return seen
+
+
+def decode_sample(seen: Sequence[Observation]) -> ForwardSample | None:
+    """Time of a step while all sequences decode, from the times between their tokens; None if that was too short."""
+    begin, end = max(o.tokens[0] for o in seen), min(o.tokens[-1] for o in seen)
+    rows, times = [], []
+    for observation in seen:
+        inside = [index for index, at in enumerate(observation.tokens) if begin <= at <= end]
+        if len(inside) < STEPS // 4:
+            return None
+        first, last = inside[0], inside[-1]
+        times.append((observation.tokens[last] - observation.tokens[first]) / (last - first))
+        rows.append((observation.input_tokens + (first + last) // 2, 1))
+    return ForwardSample(tuple(sorted(rows)), statistics.median(times))
+
+
+def _steps_until_all_decode(batch: int, alone: Observation) -> int:
+    """Decode steps of the first sequence until the last one's prompt is prefilled, with some reserve."""
+    result = alone.result
+    return int(1.5 * (batch - 1) * result.ttft_s / result.tpot_s)
+
+
+def _spec(text_tokens: int, output_tokens: int = 2, images: tuple[tuple[int, int], ...] = ()) -> RequestSpec:
+    return RequestSpec(at=0.0, kind="probe", text_tokens=text_tokens, output_tokens=output_tokens, images=images)
+
+
+def _medians(samples: Iterable[tuple[Work, float]]) -> Iterator[tuple[Work, float]]:
+    groups: dict[Work, list[float]] = {}
+    for work, seconds in samples:
+        groups.setdefault(work, []).append(seconds)
+    for work, times in groups.items():
+        yield work, statistics.median(times)
