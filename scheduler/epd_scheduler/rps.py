@@ -52,7 +52,7 @@ class RPS:
 
     def for_prefill(self) -> Iterator[Sequence]:
         """By rank, but classes that are due a whole batch first."""
-        due = [name for name, tokens in self._due.items() if tokens >= self._budget]
+        due = [name for name, tokens in self._due.items() if tokens > self._budget - 1e-6]  # sums of floats
         for name in due:
             yield from self._queues[name]
         yield from (s for s in self._all if s.klass not in due) if due else self._all
