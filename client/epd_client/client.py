@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,6 @@ class Generation(Iterator[Chunk]):
         try:
             self._stream.start_stream(
                 lambda result, error: self._responses.put((result, error)),
-                headers={"triton_grpc_error": "true"},  # errors keep their status code; they end the stream
                 stream_timeout=max(0.0, deadline - time.monotonic()) + STREAM_MARGIN_S,
             )
             self._stream.async_stream_infer(
@@ -315,9 +315,17 @@ def parse_chunk(result: Any) -> Chunk:
 
 
 def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
-    """What tritonclient raised, with the remedy where there is no server."""
+    """What tritonclient raised, with the remedy where there is no server, or a model without its process.
+
+    Of an error in a stream, Triton passes on the text alone, so that the text begins with the status. (It would pass on
+    the status if asked to by `triton_grpc_error`, but such errors crash Triton 2.51 now and then.)
+    """
     code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
     message = error.message()
+    if stated := re.match(r"\[([A-Z_]+)\] ", message):
+        code, message = stated[1], message[stated.end() :]
     if code == "UNAVAILABLE" and "connect" in message.lower():
         message = f"no server answers at {url} ({message}); start one with `epd serve`"
+    if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
+        message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
     return EpdError(message, code)

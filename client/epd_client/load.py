@@ -130,7 +130,7 @@ async def _stream(client: triton.InferenceServerClient, request: Prepared, start
     async def messages() -> AsyncIterator[dict[str, Any]]:
         yield request.message
 
-    responses = client.stream_infer(messages(), headers={"triton_grpc_error": "true"})
+    responses = client.stream_infer(messages())
     try:
         async for result, error in responses:
             now = time.monotonic() - start

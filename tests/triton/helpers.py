@@ -1,8 +1,10 @@
 """What tests of the running server share."""
 
+import contextlib
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 from epd_client.launch import Server
 
@@ -37,3 +39,31 @@ def wait_until_idle(server: Server, timeout_s: float = 30.0) -> None:
         return not held
 
     wait_for(idle, f"the pools are not empty: {held}", timeout_s)
+
+
+def stubs(server: Server) -> dict[str, int]:
+    """Process ids of the models' Python stubs, by model."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (directory / "cmdline").read_text().split("\0")
+            if parent == server.pid and command[0].endswith("triton_python_backend_stub"):
+                found[Path(command[1]).parts[-3]] = int(directory.name)
+    return found
+
+
+def shared_memory(server: Server) -> set[str]:
+    """Names of the files below /dev/shm that the server and its stubs have mapped."""
+    names = set()
+    for pid in (server.pid, *stubs(server).values()):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            _, found, name = line.partition("/dev/shm/")
+            if found:
+                names.add(name)
+    return names
+
+
+def left_over(names: set[str]) -> set[str]:
+    """Those of `names` that are still in /dev/shm."""
+    return {name for name in names if Path("/dev/shm", name).exists()}

@@ -161,4 +161,5 @@ def response(outputs):
 
 def error_response(reason, message):
     code = getattr(pb_utils.TritonError, CODES[reason])
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+    text = f"[{reason.upper()}] {message}"  # gRPC streams pass on the text alone
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
