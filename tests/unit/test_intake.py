@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +175,18 @@ def test_what_exceeds_a_limit_names_the_number_and_the_key(limits: LimitsConfig,
     assert message in refusal(Intake(Checkpoint.load(DIGITS), limits), "a", images=tuple(FILES))
 
 
+def test_other_threads_run_while_a_prompt_is_tokenised() -> None:
+    """With the GIL held, all answers that are being streamed would stall."""
+    intake = Intake(Checkpoint.load(DIGITS), LimitsConfig(context=10**6))
+    thread = threading.Thread(target=refusal, args=(intake, "a b " * 100_000))  # about a second of work
+    thread.start()
+    rounds = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        rounds += 1
+    assert rounds > 20
+
+
 PAD = "<|image_pad|>"
 
 
@@ -195,6 +209,9 @@ PAD = "<|image_pad|>"
         (Query(messages="{}"), "messages: must be a non-empty array"),
         (Query(messages="[]"), "messages: must be a non-empty array"),
         (Query(messages="[1"), "messages: not valid JSON"),
+        (Query(messages="[" * 10**6), "messages: not valid JSON (maximum recursion depth"),
+        (Query("a", sampling_parameters="[" * 10**6), "sampling_parameters: not valid JSON (maximum recursion depth"),
+        (Query("a b " * 10**6), "the prompt has 4000000 characters, at most 65536 can fit into the context of 4096"),
         (Query(messages='[{"content": "a"}]'), "message 0 must be an object with a string 'role'"),
         (Query(messages='[{"role": "user"}]'), "message 0: 'content' must be a string or an array"),
         (Query(messages='[{"role": "user", "content": [{"type": "video_url"}]}]'), "message 0, part 0: 'content' must"),

@@ -22,7 +22,7 @@ def parse(text: str, images: Sequence[bytes], placeholder: str) -> tuple[list[di
     """
     try:
         raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # the second: nested too deeply
         raise _refuse(f"not valid JSON ({error})") from error
     if not isinstance(raw, list) or not raw:
         raise _refuse("must be a non-empty array of {'role': ..., 'content': ...}")

@@ -16,7 +16,7 @@ from epd_orchestrator.hub import Hub
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import Metrics, Value
 from epd_orchestrator.runner import ExchangeFn, Runner
-from epd_orchestrator.session import Client, Session, Update
+from epd_orchestrator.session import Client, Session
 
 logger = logging.getLogger(__name__)
 
@@ -119,25 +119,17 @@ class Engine:
             self._metrics.first_token(now - progress.arrival)
         else:
             self._metrics.next_tokens(now - progress.last_token, len(tokens))
-        already_stopped = session.stopped
-        try:
-            reached = session.push(tokens, now)
-        except Exception as error:
-            logger.exception("request '%s': its tokens could not be turned into text", session.query.id)
-            self._hub.fail(session.seq, f"{type(error).__name__}: {error}; see the server's log")
-        else:
-            if not reached:
-                self._hub.cancel(session)
-            elif session.stopped and not already_stopped:
-                self._hub.stop(session.seq)
+        over = session.stopped or session.fault
+        session.push(tokens, now)
+        if over:
+            return
+        if session.fault:
+            self._hub.cancel(session)  # the session knows the reason to give
+        elif session.stopped:
+            self._hub.stop(session.seq)
 
     def _conclude(self, session: Session, end: EndEvent, now: float) -> None:
-        try:
-            update = session.last_update(end)
-        except Exception as error:
-            logger.exception("request '%s': its text could not be completed", session.query.id)
-            message = f"{type(error).__name__}: {error}; see the server's log"
-            update = Update(session.progress, end=EndEvent(session.seq, "internal", message))
+        update = session.last_update(end)
         assert update.end is not None
         self._metrics.ended(update.end.reason, now - session.progress.arrival)
         self._hub.finish(session, update)

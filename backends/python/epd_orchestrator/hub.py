@@ -101,11 +101,6 @@ class Hub:
         with self._changing() as core:
             core.stop(seq, time.monotonic())
 
-    def fail(self, seq: int, message: str) -> None:
-        """End a request for a fault outside the core."""
-        with self._changing() as core:
-            core.fail(seq, message, time.monotonic())
-
     def _await_answers(self) -> None:
         """Wait until it is decided which instances are there: after a loss one may have been reloaded meanwhile."""
         deadline = time.monotonic() + _FIRST_ANSWER_S

@@ -47,6 +47,10 @@ class Intake:
     def __init__(self, checkpoint: Checkpoint, limits: LimitsConfig) -> None:
         self.checkpoint = checkpoint
         self._limits = limits
+        self._context = min(limits.context, checkpoint.context)
+        ours = self._context == limits.context
+        self._more_context = "raise 'limits.context'" if ours else "use a model with a longer context"
+        self._longest_token = max(map(len, checkpoint.tokenizer.get_vocab()))
         self._placeholder = checkpoint.family.placeholder
         self._placeholder_id = checkpoint.family.placeholder_id(checkpoint.config)
         self._media = itertools.count()
@@ -143,7 +147,14 @@ class Intake:
         text = pieces[0]
         for layout, piece in zip(layouts, pieces[1:], strict=True):
             text += layout.before + self._placeholder + layout.after + piece
-        ids = self.checkpoint.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > (most := self._context * self._longest_token):  # tokenising megabytes would take seconds
+            raise _refuse(
+                f"the prompt has {len(text)} characters, at most {most} can fit into the context of {self._context} "
+                f"tokens; shorten it or {self._more_context}"
+            )
+        # Not `encode`, which holds the GIL all the time.
+        (encoding,) = self.checkpoint.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         if not ids:
             raise _refuse("the prompt has no tokens; send some text")
         if (video := self.checkpoint.config.get("video_token_id")) is not None and video in ids:
@@ -167,9 +178,7 @@ class Intake:
         )
 
     def _max_tokens(self, parameters: Parameters, prompt: int) -> int:
-        context = min(self._limits.context, self.checkpoint.context)
-        ours = context == self._limits.context
-        remedy = "raise 'limits.context'" if ours else "use a model with a longer context"
+        context, remedy = self._context, self._more_context
         if prompt >= context:
             raise _refuse(f"the prompt has {prompt} tokens, the context is {context}; shorten it or {remedy}")
         limit = self._limits.output_tokens

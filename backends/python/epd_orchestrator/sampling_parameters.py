@@ -104,7 +104,7 @@ def _refuse(message: str) -> RefusedError:
 def _decode(text: str | None) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(text) if text else {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _refuse(f"not valid JSON ({error}); NaN and Infinity are not JSON either") from error
     if not isinstance(values, dict):
         raise _refuse(f"must be a JSON object, got {_kind(values)}")

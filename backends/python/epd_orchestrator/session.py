@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
-from epd_scheduler.request import EndEvent, TokenEvent
+from epd_scheduler.request import EndEvent, EndReason, TokenEvent
 from tokenizers import Tokenizer
 
 from epd_orchestrator.detokenizer import TextStream
@@ -60,6 +60,7 @@ class Session:
         self.progress = Progress(query.id, query.priority, arrival)
         self.media: tuple[int, ...] = ()
         self.cancelled = False
+        self.fault: tuple[EndReason, str] | None = None  # why a piece of the answer is missing
         self._client = client
         self._text: TextStream | None = None
         self._gate = threading.Lock()  # a response must not be asked about or written to once it is closed
@@ -69,6 +70,7 @@ class Session:
         """Intake is done."""
         request = prepared.request
         self.media = tuple(prepared.media)
+        self.progress.priority = request.priority
         self.progress.prompt, self.progress.input_tokens = prepared.prompt, len(request.tokens)
         self._text = TextStream(tokenizer, prepared.stop, request.sampling.min_tokens)
 
@@ -77,26 +79,40 @@ class Session:
         """A stop string has been found."""
         return self._text is not None and self._text.stopped
 
-    def push(self, tokens: Sequence[TokenEvent], now: float) -> bool:
-        """Detokenise and deliver; False if the client cannot be reached. Tokens behind a stop string are dropped."""
+    def push(self, tokens: Sequence[TokenEvent], now: float) -> None:
+        """Detokenise and deliver. Tokens behind a stop string or a fault are dropped."""
         assert self._text is not None, "tokens come after intake"
         progress = self.progress
         progress.first_token = now if progress.first_token is None else progress.first_token
         progress.last_token = now
         text, taken = "", []
-        for token in tokens:
-            if self._text.stopped:
-                break
-            text += self._text.push(token.token)
-            taken.append(token)
-        return not taken or self._call(Update(progress, text, tuple(taken)))
+        try:
+            for token in tokens:
+                if self.stopped or self.fault:
+                    break
+                text += self._text.push(token.token)
+                taken.append(token)
+        except Exception as error:
+            self._fail(error)
+        if taken and not self._call(Update(progress, text, tuple(taken))):
+            self.fault = ("cancelled", "the client cannot be reached")
 
     def last_update(self, end: EndEvent) -> Update:
-        """What to finish with. A stop string completes the answer, whatever the core has come to meanwhile."""
-        text = self._text.flush() if self._text else ""
-        if self.stopped:
+        """What to finish with. A stop string completes the answer, a fault spoils it, whatever the core says."""
+        text = ""
+        try:
+            text = self._text.flush() if self._text else ""
+        except Exception as error:
+            self._fail(error)
+        if self.fault:
+            end = msgspec.structs.replace(end, reason=self.fault[0], message=self.fault[1])
+        elif self.stopped:
             end = msgspec.structs.replace(end, reason="stop", message="")
         return Update(self.progress, text, end=end)
+
+    def _fail(self, error: Exception) -> None:
+        logger.exception("request '%s': its tokens could not be turned into text", self.query.id)
+        self.fault = ("internal", f"detokenisation failed ({type(error).__name__}: {error}); see the server's log")
 
     def finish(self, update: Update) -> None:
         """Deliver the last update."""
