@@ -15,6 +15,7 @@ from epd_client.timeline import Span, Timeline
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 COLOURS = {"encode": "tab:cyan", "prefill": "tab:orange", "migrate": "tab:purple", "decode": "tab:green"}
 SLO_SCALES = np.geomspace(0.25, 4.0, 33)
@@ -132,6 +133,8 @@ def fits(panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], what: st
         axis.scatter(measured, predicted, s=12, alpha=0.7)
         axis.set(title=name, xlabel="measured (s)", xscale="log", yscale="log", xlim=limits, ylim=limits)
         axis.grid(alpha=0.3)
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_minor_formatter(NullFormatter())  # labels of a panel this narrow would overlap
     axes[0][0].set_ylabel(f"{what} (s)")
     return figure
 
