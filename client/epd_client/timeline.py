@@ -50,7 +50,7 @@ class Timeline:
         """Parse what the server sends."""
         data = json.loads(text)
         spans = sorted((Span(**span) for span in data["spans"]), key=lambda span: (span.start, span.end))
-        return cls(data["arrival"], data["end"], tuple(spans), data.get("class", ""))
+        return cls(data["arrival"], data["end"], tuple(spans), data.get("class") or "")
 
     @property
     def ttft_s(self) -> float | None:
