@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from epd_scheduler.blocks import BlockPool, Table
 from epd_scheduler.embeddings import Embedding, EmbeddingPool
-from epd_scheduler.protocol import Plan, Role, WorkerInfo
+from epd_scheduler.protocol import EncodePlan, Plan, Role, WorkerInfo
 from epd_scheduler.sequence import Sequence
 
 
@@ -68,6 +68,12 @@ class Instance:
     def room(self) -> bool:
         """The window: one plan more than pipeline stages, so that the worker never waits for the orchestrator."""
         return len(self.flights) < self.info.stages + 1
+
+    @property
+    def room_to_encode(self) -> bool:
+        """Room for an encode plan: where batches run too, one at a time, so that a batch can always come after it."""
+        encodes = any(isinstance(flight.plan, EncodePlan) for flight in self.flights.values())
+        return self.room and not (encodes and self.kv)
 
     def close_now(self) -> tuple[int, ...]:
         """Sampler states that the next plan drops."""
