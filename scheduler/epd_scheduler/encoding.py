@@ -19,7 +19,8 @@ def plan_encodes(core: Core, now: float) -> None:
     full = 0  # prefill instances whose embedding memory is used up
     for sequence in core.order.for_encoding():
         while sequence.phase == "queued" and sequence.tracker.needs_encoding():
-            encoder = min((i for i in core.doing("encode") if i.room), key=lambda i: len(i.flights), default=None)
+            free = (instance for instance in core.doing("encode") if instance.room_to_encode)
+            encoder = min(free, key=lambda instance: len(instance.flights), default=None)
             if encoder is None:
                 return
             if _plan_one(core, encoder, sequence, now):
@@ -78,21 +79,22 @@ def complete_encode(core: Core, instance: Instance, flight: Flight, outcome: Out
     assert isinstance(flight.plan, EncodePlan)
     assert flight.pool is not None
     for index, (unit, embedding) in enumerate(zip(flight.plan.units, flight.embeddings, strict=True)):
-        holders = list(dict.fromkeys(s for s in embedding.waiting if s.tracker.holds(embedding)))
+        # Item numbers are the holder's own: the plan has those of the request that was the first to need the unit.
+        holders = {s: s.tracker.item_of(embedding) for s in embedding.waiting if s.tracker.holds(embedding)}
         fault = outcome.unit_errors.get(index)
         if fault is None and outcome.error is None:
             flight.pool.landed(embedding)
             core.counters.encoded_tokens += unit.rows
-            for sequence in holders:
-                detail = {"item": unit.item, "unit": unit.unit, "rows": unit.rows}
+            for sequence, item in holders.items():
+                detail = {"item": item, "unit": unit.unit, "rows": unit.rows}
                 sequence.timeline.append(Span("encode", outcome.start, outcome.end, instance.name, detail))
             continue
         flight.pool.failed(embedding)
-        for sequence in holders:
+        for sequence, item in holders.items():
             if sequence.phase == "ended":
                 continue  # by another unit of this plan
             if fault is not None:
-                core.life.end(sequence, now, "invalid_argument", f"image {unit.item}: {fault}")
+                core.life.end(sequence, now, "invalid_argument", f"image {item}: {fault}")
             else:
                 core.failed_plan(sequence, f"{instance.name}: {outcome.error}", now)
     core.counters.encode_batches += 1

@@ -92,6 +92,10 @@ class EmbeddingTracker:
         """True if a unit waits for or still needs this very embedding."""
         return any(unit.embedding is embedding for unit in self.units)
 
+    def item_of(self, embedding: Embedding) -> int:
+        """Index of the first item with this embedding, which `holds` is true of."""
+        return next(unit.item_index for unit in self.units if unit.embedding is embedding)
+
     def holds_any(self) -> bool:
         """True while the request holds an embedding, ready or on its way."""
         return any(unit.embedding is not None for unit in self.units[self._consumed :])

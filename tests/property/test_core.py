@@ -123,7 +123,9 @@ def test_chaos_harms_nobody_else(scenario: tuple[Config, list[Request]], topolog
         if end.reason in ("stop", "length") and request.seq not in touched:
             assert tokens == expected
         else:
-            assert end.reason != "invalid_argument" or bad
+            if end.reason == "invalid_argument":
+                index = int(end.message.removeprefix("image ").partition(":")[0])
+                assert request.items[index].media in bad
             assert end.reason != "cancelled" or request.seq in touched
     cluster.assert_empty()
 
