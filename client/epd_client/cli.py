@@ -12,6 +12,7 @@ from rich.console import Console
 
 from epd_client import control, demo, measure, simulate
 from epd_client.client import Client, EpdError
+from epd_client.configure import TopologyError, parse_topology, write_repository
 from epd_client.install import InstallError
 from epd_client.launch import LaunchError, Server
 from epd_client.timeline import picture
@@ -110,6 +111,30 @@ def reload(model: str, url: Url = "localhost:8001") -> None:
     except EpdError as error:
         _fail(str(error))
     console.print(f"{model} is loaded again ({took:.1f} s)")
+
+
+@app.command()
+def configure(
+    target: Annotated[Path, typer.Argument(help="Directory for the new model repository.")],
+    topology: Annotated[str, typer.Option(help="E, P, D alone or together, e.g. 2E1P2D, 1E1PD, 1EPD.")],
+    devices: Annotated[
+        str, typer.Option(help="One an instance, e.g. cuda:0,cuda:0,cuda:1; default cpu:0,cpu:1,...")
+    ] = "",
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each language instance.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each stage.")] = 1,
+    emulate: Annotated[Path | None, typer.Option(help="Profile whose costs stand in for computing.")] = None,
+    source: Repository = Path("model_repository"),
+) -> None:
+    """Write a model repository for another topology; the code is linked from the project's own."""
+    chosen = [device for device in devices.split(",") if device]
+    try:
+        placements = parse_topology(topology, chosen, stages)
+        write_repository(source, target, placements, threads, emulate)
+    except (TopologyError, OSError) as error:
+        _fail(str(error))
+    for placement in placements:
+        console.print(f"{placement.name}: {', '.join(placement.roles)} on {placement.device}")
+    console.print(f"start it: epd serve --repository {target} --config-name ''")
 
 
 @app.command(name="demo")

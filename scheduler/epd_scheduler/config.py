@@ -97,7 +97,9 @@ def config_path(model_directory: str) -> Path:
     if chosen := os.environ.get("EPD_CONFIG"):
         return Path(chosen)
     directory = Path(model_directory)
-    beside = [path.parent.parent / "deploy" / "epd.yaml" for path in (directory.absolute(), directory.resolve())]
+    code = (directory / "1").resolve().parent  # `epd configure` links the code of another repository
+    models = (directory.absolute(), directory.resolve(), code)
+    beside = [path.parent.parent / "deploy" / "epd.yaml" for path in models]
     for path in beside:
         if path.exists():
             return path

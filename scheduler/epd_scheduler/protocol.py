@@ -52,6 +52,7 @@ class WorkerInfo(Message, frozen=True):
     embedding: ArenaInfo | None = None
     weight_bytes: int = 0
     pid: int = 0
+    emulated: bool = False  # it waits for a cost model's time instead of computing
 
 
 class Sampling(Message, frozen=True):

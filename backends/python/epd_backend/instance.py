@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from epd_scheduler import config
 from epd_scheduler.config import config_path
+from epd_scheduler.profile import load_profile
 from epd_scheduler.protocol import Role
 
-from epd_backend.worker import Worker
+from epd_backend.emulated import EmulatedWorker
+
+if TYPE_CHECKING:
+    from epd_backend.worker import Worker
 
 
-def open_worker(args: Mapping[str, str]) -> Worker:
+def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     """The worker of a Triton model instance; `args` is what the Python backend passes to `initialize`.
 
     Of the model's parameters, `roles` is required; `device` names a virtual CPU device for KIND_CPU (default "cpu:0"),
-    while for KIND_GPU the instance group does. All instances of a server are children of one process and share arenas
-    by its id. Raises ConfigError and what `Worker` raises.
+    while for KIND_GPU the instance group does; `emulate` names a profile whose costs stand in for computing.
+    All instances of a server are children of one process and share arenas by its id. Raises ConfigError and what `Worker` raises.
     """
     parameters = {
         key: str(value["string_value"]) for key, value in json.loads(args["model_config"])["parameters"].items()
@@ -27,12 +31,19 @@ def open_worker(args: Mapping[str, str]) -> Worker:
     device = parameters.get("device", "cpu:0")
     if args["model_instance_kind"] == "GPU":
         device = f"cuda:{args['model_instance_device_id']}"
+    settings = config.load(config_path(args["model_repository"]))
+    name, roles = args["model_name"], _roles(parameters.get("roles", ""))
+    stages = int(parameters.get("stages", "1"))
+    if path := parameters.get("emulate"):
+        return EmulatedWorker(settings, load_profile(path), name=name, roles=roles, device=device, stages=stages)
+    from epd_backend.worker import Worker  # torch and transformers, which an emulated worker does without
+
     return Worker(
-        config.load(config_path(args["model_repository"])),
-        name=args["model_name"],
-        roles=_roles(parameters.get("roles", "")),
+        settings,
+        name=name,
+        roles=roles,
         device=device,
-        stages=int(parameters.get("stages", "1")),
+        stages=stages,
         threads=int(parameters.get("threads", "1")),
         namespace=str(os.getppid()),
     )
