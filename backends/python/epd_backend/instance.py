@@ -23,7 +23,9 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
 
     Of the model's parameters, `roles` is required; `device` names a virtual CPU device for KIND_CPU (default "cpu:0"),
     while for KIND_GPU the instance group does; `emulate` names a profile whose costs stand in for computing.
-    All instances of a server are children of one process and share arenas by its id. Raises ConfigError and what `Worker` raises.
+    All instances of a server are children of one process and share arenas by its id.
+
+    Raises ConfigError and what `Worker` raises.
     """
     parameters = {
         key: str(value["string_value"]) for key, value in json.loads(args["model_config"])["parameters"].items()
