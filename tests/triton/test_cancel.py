@@ -1,0 +1,228 @@
+"""Requests are cancelled in each phase, in each way a client can go: memory comes back, neighbours notice nothing.
+
+Small batches make each phase last for seconds, and the server's own counters prove afterwards which phase it was: what
+comes later in a request's life has not happened.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from epd_client.client import Client, encode_image
+from epd_client.launch import Server
+from PIL import Image
+
+from tests.triton.conftest import ROOT
+from tests.triton.helpers import metrics, wait_for, wait_until_idle
+from tests.triton.load import READING, reading
+
+CONFIGURATION = f"""
+model: {ROOT / "models" / "digits-vl"}
+scheduler: {{ overlap: none, encode_tokens: 1, token_budget: 8 }}
+embedding: {{ blocks: 1024 }}
+limits: {{ context: 8192 }}
+"""
+IMAGES = 30
+ROWS = 256  # embedding rows of an image of 448 x 448 pixels
+WORDS = 1900
+
+PREFILLING: dict[str, Any] = {"text": "1 " * WORDS, "sampling": {"max_tokens": 4}}
+DECODING: dict[str, Any] = {"text": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+QUEUED: dict[str, Any] = {"text": "2", "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+
+# A client in a process of its own. It reads arguments of `generate`, images as base64, and asks.
+ASKING = """
+import base64, json, sys
+from epd_client.client import Client
+print("ready", flush=True)
+arguments = json.loads(sys.stdin.readline())
+arguments["images"] = [base64.b64decode(image) for image in arguments.get("images", ())]
+for _ in Client(sys.argv[1]).generate(**arguments):
+    pass
+"""
+
+Leave = Callable[[], None]
+Begin = Callable[[dict[str, Any]], Leave]
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    configuration = tmp_path_factory.mktemp("slow") / "epd.yaml"
+    configuration.write_text(CONFIGURATION)
+    with Server(ROOT / "model_repository", config_name="cpu", env={"EPD_CONFIG": str(configuration)}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(slow_server: Server) -> Iterator[Server]:
+    wait_until_idle(slow_server)
+    yield slow_server
+    assert slow_server.running(), f"the server died; log: {slow_server.log}"
+    wait_until_idle(slow_server)
+
+
+class Counters:
+    """What the server has counted since this was made: tokens by stage, cancelled requests."""
+
+    NAMES: ClassVar = {
+        **{stage: f'epd_tokens_total{{stage="{stage}"}}' for stage in ("encode", "prefill", "decode")},
+        "cancelled": 'epd_requests_total{reason="cancelled"}',
+    }
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = metrics(server)
+
+    def __getitem__(self, what: str) -> float:
+        name = self.NAMES[what]
+        return metrics(self._server).get(name, 0.0) - self._before.get(name, 0.0)
+
+
+def by_cancelling(server: Server) -> Iterator[Begin]:
+    """gRPC: the stream is cancelled."""
+    with Client(server.grpc) as client:
+        yield lambda arguments: client.generate(**arguments).cancel
+
+
+def by_dying(server: Server) -> Iterator[Begin]:
+    """gRPC: the client's process is killed."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ASKING, server.grpc], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+
+        def leave() -> None:
+            assert process.poll() is None, "the client's process has ended by itself"
+            process.kill()
+
+        def begin(arguments: dict[str, Any]) -> Leave:
+            print(json.dumps({**arguments, "images": as_base64(arguments)}), file=process.stdin, flush=True)
+            return leave
+
+        yield begin
+        process.kill()
+
+
+def by_disconnecting(server: Server) -> Iterator[Begin]:
+    """HTTP: the connection is closed."""
+    connection = http.client.HTTPConnection(server.http)
+
+    def begin(arguments: dict[str, Any]) -> Leave:
+        body = {
+            "text_input": arguments["text"],
+            "image": as_base64(arguments),
+            "stream": True,
+            "sampling_parameters": json.dumps(arguments["sampling"]),
+        }
+        if not body["image"]:
+            del body["image"]
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v2/models/epd_ensemble/generate_stream", json.dumps(body), headers)
+        return connection.close
+
+    yield begin
+    connection.close()
+
+
+def as_base64(arguments: dict[str, Any]) -> list[str]:
+    return [base64.b64encode(encode_image(image)).decode() for image in arguments.get("images", ())]
+
+
+@pytest.fixture(params=[by_cancelling, by_dying], ids=lambda way: way.__name__)
+def begin(request: pytest.FixtureRequest, server: Server) -> Iterator[Begin]:
+    """Sends a request; what it returns leaves it."""
+    yield from request.param(server)
+
+
+@pytest.fixture
+def begin_http(server: Server) -> Iterator[Begin]:
+    yield from by_disconnecting(server)
+
+
+def encoding() -> dict[str, Any]:
+    """Arguments of a request that is long in encoding; never seen before, so that no embedding is there already."""
+    pixels = np.random.default_rng().integers(0, 256, (IMAGES, 448, 448, 3), np.uint8)
+    return {"text": "?", "images": [Image.fromarray(each) for each in pixels], "sampling": {"max_tokens": 4}}
+
+
+def test_queued(server: Server, begin: Begin) -> None:
+    count = Counters(server)
+    with Client(server.grpc) as client:
+        ahead = client.generate(**PREFILLING)  # takes every token of every batch
+        wait_for(lambda: count["prefill"] > 0, "the request ahead does not start")
+        leave = begin(QUEUED)
+        wait_for(lambda: metrics(server)["epd_requests_waiting"] == 2, "the second request does not wait")
+        leave()
+        last = list(ahead)[-1]
+    wait_until_idle(server)
+    assert last.num_input_tokens > WORDS
+    assert count["prefill"] == last.num_input_tokens  # none of the request that was queued
+    assert count["cancelled"] == 1
+
+
+def test_encoding(server: Server, begin: Begin) -> None:
+    count = Counters(server)
+    leave = begin(encoding())
+    wait_for(lambda: count["encode"] > 0, "nothing is encoded")
+    with Client(server.grpc) as client:
+        neighbour = client.generate(**reading(3))
+        leave()
+        assert "".join(chunk.text for chunk in neighbour) == READING[:3]
+    wait_until_idle(server)
+    assert count["encode"] < IMAGES * ROWS
+    assert count["prefill"] < 100  # the neighbour's alone
+    assert count["cancelled"] == 1
+
+
+def test_prefilling(server: Server, begin: Begin) -> None:
+    count = Counters(server)
+    leave = begin(PREFILLING)
+    wait_for(lambda: count["prefill"] > 0, "nothing is prefilled")
+    with Client(server.grpc) as client:
+        neighbour = client.generate(**reading(3))
+        leave()
+        assert "".join(chunk.text for chunk in neighbour) == READING[:3]
+    wait_until_idle(server)
+    assert count["prefill"] < WORDS
+    assert count["cancelled"] == 1
+
+
+def test_decoding(server: Server, begin: Begin) -> None:
+    leave_while_decoding(server, begin)
+
+
+def test_decoding_over_http(server: Server, begin_http: Begin) -> None:
+    leave_while_decoding(server, begin_http)
+
+
+def leave_while_decoding(server: Server, begin: Begin) -> None:
+    count = Counters(server)
+    leave = begin(DECODING)
+    wait_for(lambda: count["decode"] > 10, "nothing is decoded")
+    with Client(server.grpc) as client:
+        neighbour = client.generate(**reading(6))
+        leave()
+        assert "".join(chunk.text for chunk in neighbour) == READING
+    wait_until_idle(server)
+    assert count["decode"] < 2000
+    assert count["cancelled"] == 1
+
+
+def test_http_before_the_first_token(server: Server, begin_http: Begin) -> None:
+    """Triton does not listen to the connection until it writes: the request ends soon after its first token."""
+    count = Counters(server)
+    leave = begin_http({**PREFILLING, "sampling": DECODING["sampling"]})
+    wait_for(lambda: count["prefill"] > 0, "nothing is prefilled")
+    leave()
+    wait_until_idle(server, timeout_s=60)
+    assert count["decode"] < 2000
+    assert count["cancelled"] == 1
