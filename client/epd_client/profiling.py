@@ -25,7 +25,8 @@ Layout = Callable[[int, int], tuple[int, ...]]
 """(width, height) of an image -> embedding rows of its encoder units."""
 
 SIZES = ((56, 56), (112, 112), (224, 224), (336, 224), (448, 224), (336, 336), (448, 448), (640, 480), (896, 896))
-COUNTS = (1, 2, 4, 8)  # images of a probe
+SEVERAL = ((112, 112), (224, 224), (448, 448))  # sizes of which a probe sends several images, too
+COUNTS = (2, 4, 8)
 BATCHES = (1, 2, 4, 8, 16)  # sequences that decode together
 CONTEXTS = (32, 512, 2048)  # tokens of each
 STEPS = 24  # decode steps of a probe during which all its sequences decode
@@ -85,10 +86,10 @@ class Profiler:
         rows_limit = min(
             self._longest - MARGIN, int(FILL * self._config.embedding.blocks) * self._config.embedding.block_size
         )
+        groups = [(size, 1) for size in SIZES] + [(size, count) for size in SEVERAL for count in COUNTS]
         return [
             _spec(text_tokens=4, images=(size,) * count)
-            for size in SIZES
-            for count in COUNTS
+            for size, count in groups
             if count * sum(self._layout(*size)) <= rows_limit and count <= self._config.limits.images
         ]
 
@@ -96,7 +97,8 @@ class Profiler:
         """Prompts that are short chunks, and prompts that end in a short chunk behind long ones."""
         budget = self._config.scheduler.token_budget
         tails = sorted({*(budget // part for part in (64, 16, 8, 4, 2, 1)), budget * 3 // 4} - {0})
-        lengths = [depth * budget + tail for depth in (0, 1, 2, 4, 7) for tail in (tails if depth < 2 else tails[::3])]
+        deeper = [depth * budget + tail for depth in (1, 3, 7) for tail in (tails[0], tails[-1])]
+        lengths = [*tails, *deeper]
         return [_spec(text_tokens=length) for length in lengths if length <= self._longest]
 
     def decode_probes(self) -> list[tuple[int, int]]:
@@ -114,17 +116,16 @@ class Profiler:
         """Run all probes; `step(what, done, total)` is called before each. Raises EpdError if a request fails."""
         alone = self.encode_probes() + self.prefill_probes()
         batches = self.decode_probes()
-        total = (repeats + 1) * len(alone) + repeats * len(batches)
+        total = repeats * (len(alone) + len(batches))
         done = 0
         samples = Samples()
-        for repeat in range(repeats + 1):  # the first is a warm-up
-            for spec in alone:
-                what = f"{len(spec.images)} images" if spec.images else f"{spec.text_tokens} tokens"
-                step(what, done, total)
-                (seen,) = self.send([spec])
-                if repeat:
-                    samples.add(seen, self._config.kv.block_size)
-                done += 1
+        self.send([alone[0], alone[-1]])  # the first forwards of a process are slow
+        for spec in alone * repeats:
+            what = f"{len(spec.images)} images" if spec.images else f"{spec.text_tokens} tokens"
+            step(what, done, total)
+            (seen,) = self.send([spec])
+            samples.add(seen, self._config.kv.block_size)
+            done += 1
         alone_seen: dict[int, Observation] = {}  # by context
         for batch, context in batches * repeats:
             step(f"{batch} sequences decode behind {context} tokens", done, total)
