@@ -138,14 +138,16 @@ class Engine:
 
     def _monitor(self) -> None:
         while (sessions := self._hub.open_sessions()) is not None:
+            begin = time.monotonic()
             for session in sessions:
                 if not session.cancelled and session.poll():
                     self._hub.cancel(session)
+            polling = time.monotonic() - begin
             self._hub.check_progress()
             with self._publishing:
                 if time.monotonic() - self._published > _PUBLISH_S and not self._hub.idle:
                     self._publish()
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, 9 * polling))  # to ask a thousand clients takes 20 ms: a tenth of the time at most
 
     def _publish(self) -> None:
         self._published = time.monotonic()
