@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
-from epd_client import bench, load
+from epd_client import bench, load, profile_builder
 from epd_client.cli import app
 from epd_client.client import Client
 from epd_client.launch import Server
 from epd_client.payload import TextMaker
+from epd_client.profiling import Profiler, Samples, decode_sample
+from epd_scheduler.config import load as load_config
 from epd_scheduler.metrics_summary import SLO
 from epd_scheduler.workload import Kind, Mix, RequestSpec, generate
 from typer.testing import CliRunner
@@ -72,3 +74,24 @@ def test_commands(server: Server, tmp_path: Path) -> None:
         "ttft_cdf.png",
         "ttft_rate.png",
     }
+
+
+def test_a_profiler_reads_its_probes_off_the_server(client: Client, server: Server) -> None:
+    config = load_config(Path(__file__).resolve().parents[2] / "deploy" / "epd.yaml")
+    _, layout = profile_builder.read_layout(Path(config.model))
+    profiler = Profiler(server.grpc, config, layout, TextMaker.calibrate(client))
+    samples = Samples()
+    (text,) = profiler.send([RequestSpec(at=0.0, kind="probe", text_tokens=600, output_tokens=2)])
+    samples.add(text, config.kv.block_size)
+    assert [sample.rows for sample in samples.prefill] == [((0, 512),), ((512, 88),)]
+    assert [sample.blocks for sample in samples.migrate] == [38]
+    (images,) = profiler.send(
+        [RequestSpec(at=0.0, kind="probe", text_tokens=8, output_tokens=2, images=((112, 112),) * 3)]
+    )
+    samples.add(images, config.kv.block_size)
+    assert [sample.rows for sample in samples.encode] == [layout(112, 112) * 3]
+    batch = profiler.send([RequestSpec(at=0.0, kind="probe", text_tokens=20, output_tokens=40)] * 2)
+    step = decode_sample(batch)
+    assert step is not None
+    assert len(step.rows) == 2
+    assert 0 < step.seconds < 1
