@@ -67,7 +67,7 @@ class Server:
         grpc_port: int | None = None,
         metrics_port: int | None = None,
         log: str | Path | None = None,
-        ready_timeout_s: float = 180.0,
+        ready_timeout_s: float = 300.0,
         extra_args: Sequence[str] = (),
     ) -> None:
         self.repository = Path(repository).resolve()
@@ -167,8 +167,10 @@ class Server:
             if _answers(f"http://{self.http}/v2/health/ready"):
                 return
             time.sleep(READY_POLL_S)
+        waiting = still_loading(self.log.read_text(errors="replace"))
         raise LaunchError(
-            f"tritonserver was not ready within {self.ready_timeout_s:.0f} s: {self._reason()}; log: {self.log}"
+            f"tritonserver was not ready within {self.ready_timeout_s:.0f} s; "
+            f"still loading: {', '.join(waiting) or 'nothing'}; log: {self.log}"
         )
 
     def _reason(self) -> str:
@@ -201,6 +203,12 @@ def explain(log: str) -> str:
         if found := re.search(pattern, log):
             return found.group(1).replace("\\n", " ").strip(' "')
     return "its log gives no reason"
+
+
+def still_loading(log: str) -> list[str]:
+    """Names of the models that the server began to load and has not loaded."""
+    loaded = set(re.findall(r"successfully loaded '(.*?)'", log))
+    return [name for name in re.findall(r'"loading: (.*):\d+"', log) if name not in loaded]
 
 
 def _choose_ports(host: str, asked: Sequence[int | None]) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -78,7 +79,7 @@ def picture(timeline: Timeline, width: int = 100) -> Table:
     return table
 
 
-def overview(timelines: Mapping[str, Timeline], width: int = 100) -> Table:
+def overview(timelines: Mapping[str, Timeline], width: int = 100) -> Group:
     """Several requests below one another on one axis, each a line in which every stage has its colour."""
     table = Table.grid(padding=(0, 1))
     bar_width = max(20, width - 2 - max(map(len, timelines), default=0))
@@ -86,15 +87,15 @@ def overview(timelines: Mapping[str, Timeline], width: int = 100) -> Table:
     scale = bar_width / max(max((timeline.end for timeline in timelines.values()), default=0.0) - begin, 1e-6)
     for name, timeline in timelines.items():
         cells: list[tuple[str, str]] = [(" ", "")] * bar_width
-        for span in timeline.spans:  # later stages cover earlier ones that they overlap with
+        # Later stages cover earlier ones that they overlap with, and the first token covers all.
+        for span in sorted(timeline.spans, key=lambda span: span.name == FIRST_TOKEN):
             first = min(int((span.start - begin) * scale), bar_width - 1)
             last = min(max(int((span.end - begin) * scale), first + 1), bar_width)
             cell = ("▲", "bold") if span.name == FIRST_TOKEN else ("█", COLOURS.get(span.name, "red"))
             cells[first:last] = [cell] * (last - first)
         table.add_row(Text(name, no_wrap=True), Text.assemble(*cells))
     legend = Text("  ").join(Text(f"█ {name}", colour) for name, colour in COLOURS.items())
-    table.add_row("", legend + Text("  ▲ first token"))
-    return table
+    return Group(table, legend + Text("  ▲ first token"))
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:

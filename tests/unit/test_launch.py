@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from epd_client import install, shm
-from epd_client.launch import LaunchError, Server, explain
+from epd_client.launch import LaunchError, Server, explain, still_loading
 
 CONFIG = """
 name: "pid"
@@ -201,6 +201,11 @@ def test_explain_prefers_the_model_over_what_follows_from_it() -> None:
     assert explain(log) == "failed to load 'decode' version 1: Internal: no such file"
     assert explain("error: creating server: bad flag\n") == "creating server: bad flag"
     assert explain("") == "its log gives no reason"
+
+
+def test_models_that_are_still_loading_are_named() -> None:
+    log = '"loading: encoder:1"\n"loading: decode:1"\n"successfully loaded \'decode\'"\n'
+    assert still_loading(log) == ["encoder"]
 
 
 def test_stale_shared_memory_is_told_from_memory_in_use() -> None:

@@ -1,8 +1,7 @@
 import json
 
 from epd_client.timeline import Span, Timeline, chrome_trace, overview, picture
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 SPANS = [
     {"name": "prefill", "start": 10.05, "end": 10.06, "instance": "prefill", "detail": {"first": 0, "tokens": 64}},
@@ -14,10 +13,10 @@ SPANS = [
 TIMELINE = Timeline.from_json(json.dumps({"id": "", "priority": 0, "arrival": 10.0, "end": 10.1, "spans": SPANS}))
 
 
-def lines(table: Table) -> list[str]:
+def lines(drawing: RenderableType) -> list[str]:
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
-        console.print(table)
+        console.print(drawing)
     return capture.get().splitlines()
 
 
