@@ -21,7 +21,10 @@ def plan_batches(core: Core, instance: Instance, now: float) -> None:
         batch.add_decodes()
         if instance.does("prefill"):
             batch.add_prefills()
+        dropped = batch.drop_preempted()
         if not batch.rows:
+            if dropped:
+                continue  # what they gave up may serve others
             return
         plan = BatchPlan(core.new_plan_id(), instance.name, tuple(batch.rows), instance.close_now())
         core.submit(instance, Flight(plan, now, rows=batch.flights))
@@ -78,6 +81,15 @@ class _Batch:
                     return
             elif starts:
                 full = True
+
+    def drop_preempted(self) -> bool:
+        """Take out rows whose sequence lost its memory to a later row of the batch. True if there were any."""
+        kept = [(row, flight) for row, flight in zip(self.rows, self.flights, strict=True) if flight.current]
+        dropped = [flight for flight in self.flights if not flight.current]
+        for flight in dropped:
+            flight.release()
+        self.rows, self.flights = [row for row, _ in kept], [flight for _, flight in kept]
+        return bool(dropped)
 
     def _add(self, sequence: Sequence, count: int) -> None:
         start, table = sequence.scheduled, sequence.table
@@ -141,7 +153,7 @@ def complete_batch(core: Core, instance: Instance, flight: Flight, outcome: Outc
     for row in flight.rows:
         row.release()
         sequence = row.sequence
-        if sequence.phase == "ended" or sequence.epoch != row.epoch:
+        if not row.current:
             continue
         if outcome.error is not None:
             core.failed_plan(sequence, f"{instance.name}: {outcome.error}", now)

@@ -23,6 +23,11 @@ class RowFlight:
     reads: list[Embedding]
     pool: EmbeddingPool | None  # of `reads`
 
+    @property
+    def current(self) -> bool:
+        """The sequence still lives the life that the row belongs to: neither ended nor preempted since."""
+        return self.sequence.phase != "ended" and self.sequence.epoch == self.epoch
+
     def release(self) -> None:
         """The row runs no more: its blocks and embeddings may be reused once nobody else holds them."""
         self.table.unpin()
