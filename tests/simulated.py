@@ -101,6 +101,7 @@ class SimulatedWorker:
         self.last_token: dict[int, int] = {}
         self.bad_media: set[int] = set()
         self.fail_next = False
+        self.has_failed = False
 
     def run_one(self, now: float) -> None:
         plan = self.submitted.popleft()
@@ -108,6 +109,7 @@ class SimulatedWorker:
             self.last_token.pop(seq, None)
         if self.fail_next:
             self.fail_next = False
+            self.has_failed = True
             self.finished.append(Outcome(plan.id, now, now, error="out of memory"))
         elif isinstance(plan, EncodePlan):
             self.finished.append(self._encode(plan, now))
@@ -141,6 +143,7 @@ class SimulatedWorker:
             if row.open:
                 self.last_token[row.seq] = -1
             if not row.tokens and row.seq not in self.last_token:
+                assert self.has_failed, f"row of {row.seq} names a token that nobody sampled"
                 return Outcome(plan.id, now, now, error=f"no token was sampled for {row.seq}: its last plan failed")
             token = self._run_row(row)
             if row.sample:
