@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint format bench-overlap bench-core clean
+.PHONY: help setup demo serve test lint format bench-overlap bench-core bench-papers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -42,8 +42,11 @@ format: $(INSTALLED) ## let ruff rewrite the code
 bench-core: $(INSTALLED) ## microseconds of a scheduling iteration
 	@$(BIN)/python benchmarks/core.py
 
+bench-papers: $(INSTALLED) ## the papers' experiments, simulated; writes the tables and plots of docs/results.md
+	@for paper in rserve epd rps; do $(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
+
 bench-overlap: $(INSTALLED) ## time to first token with and without overlap of encoding and prefill
-	@$(BIN)/python benchmarks/overlap.py
+	@$(BIN)/python -m benchmarks.overlap
 
 clean: ## remove what make has made
 	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -104,6 +104,19 @@ def test_encoding_on_the_language_instance_blocks_its_forward() -> None:
     assert simulate([pictures(0, 1, 1), text(0.5, 1)], "1E1PD").results[1].ttft_s == 1
 
 
+def test_encoding_on_the_language_instance_alternates_with_its_forward() -> None:
+    """A text does not wait until all images of the request before it are encoded: at most for one batch of them."""
+    run = simulate([pictures(0, 3, 1), text(0.5, 1)], "1EPD", overlap="none")
+    assert work(run) == [
+        ("EPD0", 0, "encode", 0, 2),
+        ("EPD0", 0, "forward", 2, 3),
+        ("EPD0", 0, "encode", 3, 5),
+        ("EPD0", 0, "encode", 5, 7),
+        ("EPD0", 0, "forward", 7, 11),
+        ("EPD0", 0, "forward", 11, 14),
+    ]
+
+
 def test_hand_over_moves_blocks_beside_the_computation() -> None:
     """The second batch holds the last 2 tokens of one prompt and the first 2 of the next; a block takes 0.5 s."""
     run = simulate([text(0, 6, output=2), text(0, 4, output=2)], "1E1P1D")
