@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from epd_scheduler.training import train
 from epd_scheduler.workload import Mix, RequestSpec, generate
 from rich.table import Table
 
-from epd_client.profiling import Layout, Profiler, Samples
+from epd_client.profiling import Layout, Profiler, Samples, Step
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRAINING_REQUESTS = 1000
@@ -130,7 +130,7 @@ def check(
     estimator: ImpactEstimator,
     layout: Layout,
     specs: Sequence[RequestSpec],
-    step: Callable[[str, int, int], None],
+    step: Step,
 ) -> list[Prediction]:
     """Send requests one at a time and compare TTFT with what the estimator says of them. Raises EpdError."""
     predictions = []

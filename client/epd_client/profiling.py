@@ -24,6 +24,9 @@ Work = TypeVar("Work", bound=Hashable)
 Layout = Callable[[int, int], tuple[int, ...]]
 """(width, height) of an image -> embedding rows of its encoder units."""
 
+Step = Callable[[str, int, int], None]
+"""(what, done, total) of a progress bar, called before each probe."""
+
 SIZES = ((56, 56), (112, 112), (224, 224), (336, 224), (448, 224), (336, 336), (448, 448), (640, 480), (896, 896))
 SEVERAL = ((112, 112), (224, 224), (448, 448))  # sizes of which a probe sends several images, too
 COUNTS = (2, 4, 8)
@@ -112,40 +115,39 @@ class Profiler:
             and batch * (context + STEPS) <= self._kv_tokens
         ]
 
-    def collect(self, repeats: int, step: Callable[[str, int, int], None]) -> Samples:
-        """Run all probes; `step(what, done, total)` is called before each. Raises EpdError if a request fails."""
-        alone = self.encode_probes() + self.prefill_probes()
-        batches = self.decode_probes()
-        total = repeats * (len(alone) + len(batches))
-        done = 0
-        samples = Samples()
+    def collect(self, repeats: int, step: Step) -> Samples:
+        """Run all probes `repeats` times. Raises EpdError if a request fails."""
+        alone, batches = self.encode_probes() + self.prefill_probes(), self.decode_probes()
         self.send([alone[0], alone[-1]])  # the first forwards of a process are slow
-        for spec in alone * repeats:
+        samples = self._run_alone(alone * repeats, step)
+        samples.decode = self._run_batches(batches * repeats, step)
+        return samples.medians()
+
+    def _run_alone(self, specs: Sequence[RequestSpec], step: Step) -> Samples:
+        samples = Samples()
+        for done, spec in enumerate(specs):
             what = f"{len(spec.images)} images" if spec.images else f"{spec.text_tokens} tokens"
-            step(what, done, total)
+            step(f"encode and prefill: {what}", done, len(specs))
             (seen,) = self.send([spec])
             samples.add(seen, self._config.kv.block_size)
-            done += 1
-        alone_seen: dict[int, Observation] = {}  # by context
-        decodes: dict[tuple[int, int], list[ForwardSample]] = {}
-        for batch, context in batches * repeats:
-            step(f"{batch} sequences decode behind {context} tokens", done, total)
-            steps = STEPS if batch == 1 else STEPS + _steps_until_all_decode(batch, alone_seen[context])
-            if (
-                steps <= MOST_STEPS
-                and context + steps <= self._longest
-                and batch * (context + steps) <= self._kv_tokens
-            ):
-                seen_batch = self.send([_spec(text_tokens=context, output_tokens=steps)] * batch)
-                if batch == 1:
-                    alone_seen[context] = seen_batch[0]
-                if sample := decode_sample(seen_batch):
-                    decodes.setdefault((batch, context), []).append(sample)
-            done += 1
-        step("done", total, total)
-        # Contexts differ by some tokens from one time to the next, so equal work is told by the probe.
-        samples.decode = [sorted(each, key=lambda s: s.seconds)[len(each) // 2] for each in decodes.values()]
-        return samples.medians()
+        return samples
+
+    def _run_batches(self, probes: Sequence[tuple[int, int]], step: Step) -> list[ForwardSample]:
+        """Decode steps of each probe, the median of its repeats: their contexts differ by some tokens."""
+        alone: dict[int, Observation] = {}  # by context
+        samples: dict[tuple[int, int], list[ForwardSample]] = {}
+        for done, (batch, context) in enumerate(probes):
+            step(f"decode: {batch} behind {context} tokens", done, len(probes))
+            steps = STEPS if batch == 1 else STEPS + _steps_until_all_decode(batch, alone[context])
+            longest = min(self._longest, self._kv_tokens // batch)
+            if steps > MOST_STEPS or context + steps > longest:
+                continue
+            seen = self.send([_spec(text_tokens=context, output_tokens=steps)] * batch)
+            if batch == 1:
+                alone[context] = seen[0]
+            if sample := decode_sample(seen):
+                samples.setdefault((batch, context), []).append(sample)
+        return [sorted(each, key=lambda sample: sample.seconds)[len(each) // 2] for each in samples.values()]
 
     def send(self, specs: Sequence[RequestSpec]) -> list[Observation]:
         """Send requests with contents never sent before, and wait. Raises EpdError if one fails."""
