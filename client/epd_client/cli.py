@@ -51,7 +51,8 @@ def serve(
     try:
         with console.status("starting tritonserver"):
             server.start()
-        console.print(f"HTTP {server.http}   gRPC {server.grpc}   metrics {server.metrics}/metrics   log {server.log}")
+        console.print(f"HTTP {server.http}   gRPC {server.grpc}   metrics {server.metrics}/metrics")
+        console.print(f"log {server.log}", soft_wrap=True)
         console.print("Ctrl-C stops the server")
         while server.running():
             time.sleep(0.2)

@@ -65,7 +65,7 @@ def _probe(url: str, timeout_s: float) -> Check:
         with Client(url, timeout_s=timeout_s) as client:
             answer = client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)
     except EpdError as error:
-        return Check(name, False, f"{error}; `epd reload MODEL` restarts a model whose process died")
+        return Check(name, False, str(error))
     spans = answer.timeline.spans if answer.timeline else ()
     stages = dict.fromkeys(f"{span.name} on {span.instance}" for span in spans if span.instance)
     return Check(name, True, f"{', '.join(stages)}: {answer.total_s * 1e3:.0f} ms")

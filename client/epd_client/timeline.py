@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {"encode": "cyan", "prefill": "yellow", "migrate": "magenta", "decode": "green"}
+COLOURS = {"queued": "bright_black", "encode": "cyan", "prefill": "yellow", "migrate": "magenta", "decode": "green"}
 FIRST_TOKEN = "first token"
 ORCHESTRATOR = "orchestrator"  # where spans without an instance are drawn
 
