@@ -207,6 +207,21 @@ def test_an_instance_opens_from_what_triton_says():
     made.close()
 
 
+def test_an_instance_stays_on_its_cores():
+    everything = os.sched_getaffinity(0)
+    core = max(everything)
+    directory = DIGITS.parents[1] / "model_repository" / "decode"
+    try:
+        made = open_worker(triton_args(directory, roles="decode", device="cpu:2", cpus=str(core)))
+        threads = [os.sched_getaffinity(t.native_id) for t in threading.enumerate() if t.name.startswith("decode-")]
+        made.close()
+    finally:
+        os.sched_setaffinity(0, everything)
+    assert threads == [{core}]
+    with pytest.raises(ConfigError, match="name one or several of 0"):
+        open_worker(triton_args(directory, roles="decode", cpus="0,x"))
+
+
 @pytest.mark.parametrize("roles", ["", "decoder", "prefill decode"])
 def test_wrong_roles_are_refused(roles):
     with pytest.raises(ConfigError, match="name one or several of encode, prefill, decode"):

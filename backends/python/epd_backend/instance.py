@@ -22,7 +22,8 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     """The worker of a Triton model instance; `args` is what the Python backend passes to `initialize`.
 
     Of the model's parameters, `roles` is required; `device` names a virtual CPU device for KIND_CPU (default "cpu:0"),
-    while for KIND_GPU the instance group does; `emulate` names a profile whose costs stand in for computing.
+    while for KIND_GPU the instance group does; `cpus` ("0,2") are the host's cores that it may use (default: all);
+    `emulate` names a profile whose costs stand in for computing.
     All instances of a server are children of one process and share arenas by its id.
 
     Raises ConfigError and what `Worker` raises.
@@ -33,6 +34,8 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     device = parameters.get("device", "cpu:0")
     if args["model_instance_kind"] == "GPU":
         device = f"cuda:{args['model_instance_device_id']}"
+    if cpus := parameters.get("cpus"):
+        os.sched_setaffinity(0, _cores(cpus))  # of this thread, and so of all that it will start
     settings = config.load(config_path(args["model_repository"]))
     name, roles = args["model_name"], _roles(parameters.get("roles", ""))
     stages = int(parameters.get("stages", "1"))
@@ -49,6 +52,17 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
         threads=int(parameters.get("threads", "1")),
         namespace=str(os.getppid()),
     )
+
+
+def _cores(text: str) -> set[int]:
+    """The cores of a `cpus` parameter. Raises ConfigError for one that this process may not use."""
+    allowed = os.sched_getaffinity(0)
+    named = {part.strip() for part in text.split(",")}
+    if not named <= {str(core) for core in allowed}:
+        raise config.ConfigError(
+            f"parameter 'cpus' of the model is {text!r}; name one or several of {', '.join(map(str, sorted(allowed)))}"
+        )
+    return {int(core) for core in named}
 
 
 def _roles(text: str) -> tuple[Role, ...]:
