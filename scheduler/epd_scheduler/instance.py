@@ -77,8 +77,9 @@ class Instance:
     @property
     def room_to_encode(self) -> bool:
         """Room for an encode plan: where batches run too, one at a time, so that a batch can always come after it."""
-        encodes = any(isinstance(flight.plan, EncodePlan) for flight in self.flights.values())
-        return self.room and not (encodes and self.kv)
+        if not self.room:
+            return False
+        return not self.kv or not any(isinstance(flight.plan, EncodePlan) for flight in self.flights.values())
 
     def close_now(self) -> tuple[int, ...]:
         """Sampler states that the next plan drops."""
