@@ -8,7 +8,9 @@ import msgspec
 from epd_scheduler.protocol import Exchange, Plan, WorkerInfo
 
 WAIT_ROOM_S = 0.003  # exchange's wait while the window has room: a new plan is submitted after that at the latest
-WAIT_FULL_S = 1.0  # with a full window, or while a lost instance works off what it still has
+# With a full window, or while a lost instance works off what it still has. Well below 1 s: after that long without an
+# answer Triton looks whether the stub has shown itself healthy since, and on a busy host it takes a live one for dead.
+WAIT_FULL_S = 0.4
 HELLO_S = 1.0  # between attempts to reach a lost instance
 HEARTBEAT_S = 0.5  # an instance without plans is asked who it is after that
 
