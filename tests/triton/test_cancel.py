@@ -32,7 +32,7 @@ limits: {{ context: 8192 }}
 """
 IMAGES = 30
 ROWS = 256  # embedding rows of an image of 448 x 448 pixels
-WORDS = 1900
+WORDS = 3500  # two tokens each
 
 PREFILLING: dict[str, Any] = {"text": "1 " * WORDS, "sampling": {"max_tokens": 4}}
 DECODING: dict[str, Any] = {"text": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}
@@ -57,7 +57,9 @@ Begin = Callable[[dict[str, Any]], Leave]
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     configuration = tmp_path_factory.mktemp("slow") / "epd.yaml"
     configuration.write_text(CONFIGURATION)
-    with Server(ROOT / "model_repository", config_name="cpu", env={"EPD_CONFIG": str(configuration)}) as server:
+    with Server(
+        ROOT / "model_repository", config_name="cpu", env={"EPD_CONFIG": str(configuration)}, ready_timeout_s=600
+    ) as server:
         yield server
 
 
@@ -157,15 +159,14 @@ def encoding() -> dict[str, Any]:
 def test_queued(server: Server, begin: Begin) -> None:
     count = Counters(server)
     with Client(server.grpc) as client:
-        ahead = client.generate(**PREFILLING)  # takes every token of every batch
-        wait_for(lambda: count["prefill"] > 0, "the request ahead does not start")
+        ahead = [client.generate(**PREFILLING) for _ in range(2)]  # take every token of every batch
+        wait_for(lambda: count["prefill"] > 0, "the requests ahead do not start")
         leave = begin(QUEUED)
-        wait_for(lambda: metrics(server)["epd_requests_waiting"] == 2, "the second request does not wait")
+        wait_for(lambda: metrics(server)["epd_requests_waiting"] == 3, "the third request does not wait")
         leave()
-        last = list(ahead)[-1]
+        tokens = [list(generation)[-1].num_input_tokens for generation in ahead]
     wait_until_idle(server)
-    assert last.num_input_tokens > WORDS
-    assert count["prefill"] == last.num_input_tokens  # none of the request that was queued
+    assert count["prefill"] == sum(tokens) >= 4 * WORDS  # none of the request that was queued
     assert count["cancelled"] == 1
 
 
@@ -192,7 +193,7 @@ def test_prefilling(server: Server, begin: Begin) -> None:
         leave()
         assert "".join(chunk.text for chunk in neighbour) == READING[:3]
     wait_until_idle(server)
-    assert count["prefill"] < WORDS
+    assert count["prefill"] < 2 * WORDS
     assert count["cancelled"] == 1
 
 
@@ -220,9 +221,9 @@ def leave_while_decoding(server: Server, begin: Begin) -> None:
 def test_http_before_the_first_token(server: Server, begin_http: Begin) -> None:
     """Triton does not listen to the connection until it writes: the request ends soon after its first token."""
     count = Counters(server)
-    leave = begin_http({**PREFILLING, "sampling": DECODING["sampling"]})
+    leave = begin_http({**PREFILLING, "sampling": {"max_tokens": 1000, "ignore_eos": True}})
     wait_for(lambda: count["prefill"] > 0, "nothing is prefilled")
     leave()
     wait_until_idle(server, timeout_s=60)
-    assert count["decode"] < 2000
+    assert count["decode"] < 1000
     assert count["cancelled"] == 1

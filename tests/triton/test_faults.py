@@ -21,7 +21,7 @@ STAGES = {"encoder": "encode", "prefill": "prefill", "decode": "decode"}
 
 
 def start() -> Server:
-    return Server(ROOT / "model_repository", config_name="cpu")
+    return Server(ROOT / "model_repository", config_name="cpu", ready_timeout_s=600)
 
 
 @pytest.fixture(scope="module")
