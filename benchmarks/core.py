@@ -10,12 +10,11 @@ import argparse
 import statistics
 import time
 
+import numpy as np
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, RPSConfig, SchedulerConfig
 from epd_scheduler.core import Core
 from epd_scheduler.protocol import ArenaInfo, BatchPlan, EncodePlan, Outcome, Plan, Sample, Sampling, WorkerInfo
 from epd_scheduler.request import Item, Request
-
-import numpy as np
 
 KV_BLOCKS = 4096
 
@@ -79,7 +78,9 @@ def main() -> None:
         for waiting in (10, 100, 1_000, 10_000):
             took = iterations(order, waiting, count)
             p99 = statistics.quantiles(took, n=100)[98]
-            print(f"{order:>6} {waiting:>8} {statistics.fmean(took):>9.0f} {statistics.median(took):>10.0f} {p99:>9.0f}")
+            print(
+                f"{order:>6} {waiting:>8} {statistics.fmean(took):>9.0f} {statistics.median(took):>10.0f} {p99:>9.0f}"
+            )
 
 
 if __name__ == "__main__":
