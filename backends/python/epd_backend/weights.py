@@ -18,6 +18,7 @@ from torch import nn
 from transformers.distributed import pipeline_parallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from epd_backend import cpu
 from epd_backend.families import Family, of
 
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -67,6 +68,8 @@ def load_part(
     }
     half: Any = type(base.__name__, (base,), members)
     model: nn.Module = half.from_pretrained(path, config=config, dtype=dtype)
+    if device.type == "cpu":
+        cpu.speed_up(model)
     return model.eval().to(device)
 
 

@@ -1,0 +1,33 @@
+"""The faster ways to compute against torch's own."""
+
+import pytest
+import torch
+from epd_backend import cpu
+from torch import nn
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 32, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear(rows, bias, dtype):
+    torch.manual_seed(rows)
+    layer, x = nn.Linear(48, 80, bias=bias, dtype=dtype), torch.randn(1, rows, 48, dtype=dtype)
+    with torch.inference_mode():
+        expected = layer(x)
+        cpu.speed_up(layer)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+        every_other = torch.randn(1, rows, 96, dtype=dtype)[..., ::2]
+        torch.testing.assert_close(layer(every_other), nn.functional.linear(every_other, layer.weight, layer.bias))
+    assert type(layer) is cpu.Linear
+
+
+@pytest.mark.parametrize("size", [(2, 14, 14), (4, 28, 28)])
+def test_convolution(size):
+    """Of single patches, as in Qwen's vision towers, and of whole frames."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv3d(3, 20, (2, 14, 14), (2, 14, 14)), torch.randn(5, 3, *size)
+    with torch.inference_mode():
+        expected = layer(x)
+        cpu.speed_up(layer)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+    assert type(layer) is cpu.PatchProjection
