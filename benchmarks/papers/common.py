@@ -91,5 +91,9 @@ def curves(series: dict[str, tuple[Sequence[float], Sequence[float]]], axis: Any
     for name, (x, y) in series.items():
         axis.plot(x, y, marker="o", markersize=3, label=name)
     axis.set(**labels)
+    if labels.get("xscale") == "log":
+        ticks = sorted({value for x, _ in series.values() for value in x})
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
