@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint format bench-overlap bench-core bench-papers clean
+.PHONY: help setup demo serve test lint format bench-overlap bench-orders bench-core bench-papers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -47,6 +47,9 @@ bench-papers: $(INSTALLED) ## the papers' experiments, simulated; writes the tab
 
 bench-overlap: $(INSTALLED) ## time to first token with and without overlap of encoding and prefill
 	@$(BIN)/python -m benchmarks.overlap
+
+bench-orders: $(INSTALLED) ## the same load on this host under orders fcfs, edf and rps
+	@$(BIN)/python -m benchmarks.orders
 
 clean: ## remove what make has made
 	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ model: {model}
 dtype: {dtype}
 kv: {{blocks: 512}}
 embedding: {{blocks: 512}}
-scheduler: {{overlap: {overlap}}}
+scheduler: {{{scheduler}}}
 limits: {{context: 8192}}
 """
 
@@ -73,8 +73,8 @@ def checkpoint(dtype: str) -> Path:
 
 
 @contextlib.contextmanager
-def server(model: Path, dtype: str, overlap: str) -> Iterator[Server]:
-    """A server on a repository of its own, each instance on its core."""
+def server(model: Path, dtype: str, scheduler: str) -> Iterator[Server]:
+    """A server on a repository of its own, each instance on its core; `scheduler` is YAML, as in deploy/epd.yaml."""
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as directory:
         repository = Path(directory) / "models"
         write_repository(ROOT / "model_repository", repository, parse_topology("1E1PD"))
@@ -82,7 +82,7 @@ def server(model: Path, dtype: str, overlap: str) -> Iterator[Server]:
             with (repository / name / "config.pbtxt").open("a") as file:
                 file.write(f'parameters: {{ key: "cpus" value: {{ string_value: "{core}" }} }}\n')
         config = Path(directory) / "epd.yaml"
-        config.write_text(CONFIG.format(model=model, dtype=dtype, overlap=overlap))
+        config.write_text(CONFIG.format(model=model, dtype=dtype, scheduler=scheduler))
         with Server(repository, env={"EPD_CONFIG": str(config), "OMP_WAIT_POLICY": "passive"}) as running:
             yield running
 
@@ -163,7 +163,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         clients = {}
         for overlap in OVERLAPS:
-            running = stack.enter_context(server(model, args.dtype, overlap))
+            running = stack.enter_context(server(model, args.dtype, f"overlap: {overlap}"))
             clients[overlap] = stack.enter_context(Client(running.grpc))
             bench.ttft(clients[overlap], overlap, 2)  # warm up
         for repetition in range(args.repetitions):

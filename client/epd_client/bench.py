@@ -50,7 +50,7 @@ def measure(
 ) -> Run:
     """Send a workload and wait for its end. Failed requests count in the metrics; they raise nothing."""
     rate = len(specs) / max(specs[-1].at, 1e-9)
-    requests = load.prepare(specs, text, seed=seed, distinct=distinct)
+    requests = load.prepare(specs, text, slos, seed=seed, distinct=distinct)
     if progress is None:
         seen = load.run(url, requests, timeout_s=timeout_s)
     else:

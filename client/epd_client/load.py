@@ -6,15 +6,17 @@ One thread, one gRPC channel, a stream a request. All requests are built before 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton
-from epd_scheduler.metrics_summary import RequestResult
+from epd_scheduler.metrics_summary import SLO, RequestResult
 from epd_scheduler.workload import RequestSpec
 from tritonclient.grpc import InferRequestedOutput
 from tritonclient.utils import InferenceServerException
@@ -65,9 +67,19 @@ class Observation:
         )
 
 
-def prepare(specs: Sequence[RequestSpec], text: TextMaker, *, seed: int = 0, distinct: bool = True) -> list[Prepared]:
-    """Build the requests of a workload; each generates exactly its number of output tokens, greedily."""
-    return [_prepare(spec, index, text, seed, distinct) for index, spec in enumerate(specs)]
+def prepare(
+    specs: Sequence[RequestSpec],
+    text: TextMaker,
+    slos: Mapping[str, SLO] = MappingProxyType({}),
+    *,
+    seed: int = 0,
+    distinct: bool = True,
+) -> list[Prepared]:
+    """Build the requests of a workload; each generates exactly its number of output tokens, greedily.
+
+    A request states the time to first token that its kind's SLO allows, for servers that go by deadlines.
+    """
+    return [_prepare(spec, index, text, slos.get(spec.kind), seed, distinct) for index, spec in enumerate(specs)]
 
 
 def run(
@@ -80,13 +92,15 @@ def run(
     return asyncio.run(_run(url, requests, timeout_s, done))
 
 
-def _prepare(spec: RequestSpec, index: int, text: TextMaker, seed: int, distinct: bool) -> Prepared:
+def _prepare(spec: RequestSpec, index: int, text: TextMaker, slo: SLO | None, seed: int, distinct: bool) -> Prepared:
     random = np.random.default_rng([seed, index, 0])
-    length = {"max_tokens": spec.output_tokens, "min_tokens": spec.output_tokens, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": spec.output_tokens, "min_tokens": spec.output_tokens, "ignore_eos": True}
+    if slo and math.isfinite(slo.ttft_s):
+        sampling["slo"] = slo.ttft_s
     inputs, outputs = request_tensors(
         text.text(spec.text_tokens, random),
         images=payload.images(spec, [seed, index, 1], distinct=distinct),
-        sampling=length,
+        sampling=sampling,
         timeline=True,
     )
     wanted = [InferRequestedOutput(name) for name in outputs]
