@@ -33,12 +33,17 @@ def health(url: str, timeout_s: float = 30.0) -> list[Check]:
         try:
             ready = server.is_server_ready(client_timeout=timeout_s)
             index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
+            names = [model["name"] for model in index.get("models", []) if model.get("state") == "READY"]
+            emulated = {name for name in names if _emulated(server, name, timeout_s)}
         except InferenceServerException as error:
             return [Check("server", False, str(as_epd_error(error, url)))]
     checks.append(Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready")))
     for model in index.get("models", []):
         state = model.get("state", "not loaded")
-        checks.append(Check(f"model {model['name']}", state == "READY", model.get("reason") or state.lower()))
+        detail = model.get("reason") or state.lower()
+        if model["name"] in emulated:
+            detail += ", EMULATED: it waits for a cost model's time instead of computing"
+        checks.append(Check(f"model {model['name']}", state == "READY", detail))
     checks.append(_probe(url, timeout_s))
     return checks
 
@@ -56,6 +61,11 @@ def reload(url: str, model: str) -> float:
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
+
+
+def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:
+    config = server.get_model_config(model, client_timeout=timeout_s, as_json=True)["config"]
+    return "emulate" in config.get("parameters", {})
 
 
 def _probe(url: str, timeout_s: float) -> Check:

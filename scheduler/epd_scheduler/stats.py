@@ -30,6 +30,7 @@ class Stats:
     embedding_blocks: int = 0
     embedding_blocks_used: int = 0
     in_flight: int = 0  # plans
+    emulated: int = 0  # instances
 
     def preempted(self, klass: str) -> None:
         """Count a preemption."""
@@ -53,5 +54,6 @@ class Stats:
             kv_blocks_used=sum(pool.size - pool.free for pool in kv),
             embedding_blocks=sum(pool.size for pool in embeddings),
             embedding_blocks_used=sum(pool.used for pool in embeddings),
+            emulated=sum(i.info.emulated for i in core.instances.values()),
             in_flight=sum(len(i.flights) for i in core.instances.values()),
         )

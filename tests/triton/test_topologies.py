@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from epd_client.client import Client
 from epd_client.configure import parse_topology, write_repository
+from epd_client.control import health
 from epd_client.launch import Server
 from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile, save_profile
 
 from models import digits
-from tests.triton.helpers import wait_until_idle
+from tests.triton.helpers import metrics, wait_for, wait_until_idle
 
 SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
 
@@ -49,8 +50,11 @@ def test_emulated_5e1p2d_takes_the_time_of_the_cost_model(tmp_path: Path) -> Non
             return [(span.name, span.start, span.end, span.instance) for span in answer.timeline.spans]
 
         ask(0)
+        emulated = [check.name for check in health(server.grpc) if "EMULATED" in check.detail]
+        wait_for(lambda: metrics(server)["epd_emulated_instances"] == 8, "the metric tells emulated instances")
         with ThreadPoolExecutor(5) as pool:
             timelines = list(pool.map(ask, range(1, 6)))
+    assert len(emulated) == 8  # all but the orchestrator
     encodes = [span for spans in timelines for span in spans if span[0] == "encode"]
     assert len({instance for *_, instance in encodes}) == 5
     assert all(end - start == pytest.approx(0.3, abs=0.01) for _, start, end, _ in encodes)

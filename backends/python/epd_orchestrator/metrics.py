@@ -42,6 +42,9 @@ FAMILIES = (
     Family("epd_migrations_total", "counter", "Hand-overs of a KV cache from prefill to decode"),
     Family("epd_requests_waiting", "gauge", "Requests that wait for encoding or prefill"),
     Family("epd_requests_running", "gauge", "Requests in hand-over or decode"),
+    Family(
+        "epd_emulated_instances", "gauge", "Worker instances that wait for a cost model's time instead of computing"
+    ),
     Family("epd_kv_usage", "gauge", "Part of the KV blocks in use, 0 to 1"),
     Family("epd_embedding_usage", "gauge", "Part of the embedding blocks in use, 0 to 1"),
     Family("epd_batch_fill", "gauge", "Mean tokens of the latest batches over their limit, by stage"),
@@ -106,6 +109,7 @@ class Metrics:
     def _gauges(self, old: Stats, new: Stats) -> Iterator[Value]:
         yield Value("epd_requests_waiting", {}, new.queued)
         yield Value("epd_requests_running", {}, new.running)
+        yield Value("epd_emulated_instances", {}, new.emulated)
         yield Value("epd_kv_usage", {}, new.kv_blocks_used / max(1, new.kv_blocks))
         yield Value("epd_embedding_usage", {}, new.embedding_blocks_used / max(1, new.embedding_blocks))
         for stage, tokens, batches in (
