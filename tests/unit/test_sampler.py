@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -191,3 +192,25 @@ def test_unknown_sequences_are_named():
     sampler.close(4)
     with pytest.raises(LookupError, match="were not opened"):
         sampler.sample([4], logits(0))
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_logits_still_give_a_token_of_the_vocabulary(broken):
+    """An id outside it would fail the next batch, and all requests in it."""
+    row = torch.full((1, VOCABULARY), broken)
+    assert 0 <= one(Sampling(temperature=1.0, top_p=0.9), row).token < VOCABULARY
+    assert 0 <= one(Sampling(), row).token < VOCABULARY
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+@pytest.mark.parametrize("penalty", [1e-20, 1e20])
+def test_the_widest_parameters_leave_the_distribution_whole(temperature, penalty):
+    sampling = Sampling(
+        temperature=temperature, repetition_penalty=penalty, min_tokens=9, stop_token_ids=(3,), top_p=0.9, min_p=0.1
+    )
+    row = logits(1) * 20
+    row[0, 0] = 0.0
+    for seed in range(20):
+        token = one(msgspec.structs.replace(sampling, seed=seed), row, prompt=(0, 1, 2), output=(4,)).token
+        assert 0 <= token < VOCABULARY
+        assert token != 3

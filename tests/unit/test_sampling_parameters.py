@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from epd_orchestrator.sampling_parameters import Parameters, parse
 from epd_scheduler.protocol import Sampling
@@ -70,11 +68,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_name() -> None:
         ('{"top_p": 0}', "'top_p' must be more than 0 and at most 1, got 0"),
         ('{"top_p": 1.01}', "'top_p' must be more than 0 and at most 1, got 1.01"),
         ('{"min_p": 2}', "'min_p' must be at least 0 and at most 1"),
-        ('{"repetition_penalty": 0}', "'repetition_penalty' must be more than 0"),
+        ('{"repetition_penalty": 0}', "'repetition_penalty' must be at least 1e-20 and at most 1e+20, got 0"),
+        ('{"repetition_penalty": 1e-300}', "'repetition_penalty' must be at least 1e-20"),
         ('{"presence_penalty": 3}', "'presence_penalty' must be at least -2 and at most 2"),
         ('{"max_tokens": 0}', "'max_tokens' must be at least 1, got 0"),
         ('{"min_tokens": 5, "max_tokens": 4}', "'min_tokens' (5) must not exceed 'max_tokens' (4)"),
         ('{"top_k": -2}', "'top_k' must be at least -1"),
+        ('{"top_k": 18446744073709551616}', "'top_k' must be at most 9223372036854775807 in magnitude"),
+        ('{"top_k": 4294967296}', "'top_k' must be at least -1 and at most 2.14748e+09"),
+        ('{"min_tokens": 4294967296}', "'min_tokens' must be at least 0 and at most 2.14748e+09"),
+        ('{"seed": 1' + "0" * 400 + "}", "'seed' must be at most 9223372036854775807 in magnitude"),
         ('{"seed": -1}', "'seed' must be at least 0"),
         ('{"logprobs": 21}', "'logprobs' must be at least 0 and at most 20"),
         ('{"stop_token_ids": [100]}', "'stop_token_ids' must be at least 0 and at most 99"),
@@ -104,4 +107,14 @@ def test_what_is_out_of_range_or_mistyped_is_refused_by_name(text: str, message:
 
 def test_a_number_too_large_for_a_float_is_refused() -> None:
     assert "temperature" in refusal('{"temperature": 1' + "0" * 400 + "}")
-    assert math.isfinite(parse('{"temperature": 1e30}', VOCAB).sampling.temperature)
+    assert parse('{"temperature": 1e300}', VOCAB).sampling.temperature < 3e38  # float32
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "min_tokens", "top_k", "seed"])
+def test_an_accepted_integer_fits_a_message_and_a_tensor(key: str) -> None:
+    for bits in (31, 32, 63, 64, 65, 2000):
+        try:
+            sampling = parse(f'{{"{key}": {2**bits - 1}, "temperature": 1}}', VOCAB).sampling
+        except RefusedError:
+            continue
+        assert max(sampling.min_tokens, sampling.top_k, sampling.seed) < 2**63

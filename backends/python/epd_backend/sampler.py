@@ -175,8 +175,10 @@ def _draw(logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[int]:
     cumulative = logits.double().softmax(-1).cumsum(-1)
     draws = [uniform(s.seed, sequence.length) for s, sequence in zip(samplings, sequences, strict=True)]
     targets = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
-    tokens: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(-1).tolist()
-    return tokens
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    # Logits that are not finite must not give an id outside the vocabulary, which would fail the whole next batch.
+    valid: list[int] = tokens.clamp(max=logits.shape[-1] - 1).tolist()
+    return valid
 
 
 def _top(logits: torch.Tensor, top_k: list[int], top_p: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from epd_scheduler.request import RefusedError
 
 DEFAULT_MAX_TOKENS = 16
 _GREEDY_BELOW = 1e-5  # a smaller temperature overflows the logits; vLLM takes it as greedy as well
+_HOTTEST = 1e30  # all tokens are equally likely long before; float32 ends at 3e38
 _MAX_SEED = 2**63 - 1
+_MAX_COUNT = 2**31 - 1
 _MAX_LOGPROBS = 20
 _MAX_STOPS = 64
 _INF = math.inf
@@ -49,15 +51,15 @@ _FLOATS = {
     "temperature": _Range(0.0),
     "top_p": _Range(0.0, 1.0, above=True),
     "min_p": _Range(0.0, 1.0),
-    "repetition_penalty": _Range(0.0, above=True),
+    "repetition_penalty": _Range(1e-20, 1e20),  # beyond, logits become infinite
     "presence_penalty": _Range(-2.0, 2.0),
     "frequency_penalty": _Range(-2.0, 2.0),
     "slo": _Range(0.0, above=True),
 }
 _INTEGERS = {
     "max_tokens": _Range(1),
-    "min_tokens": _Range(0),
-    "top_k": _Range(-1),
+    "min_tokens": _Range(0, _MAX_COUNT),
+    "top_k": _Range(-1, _MAX_COUNT),
     "seed": _Range(0, _MAX_SEED),
     "logprobs": _Range(0, _MAX_LOGPROBS),
     "priority": _Range(1, 3),
@@ -85,8 +87,9 @@ def parse(text: str | None, vocab_size: int) -> Parameters:
         raise _refuse(f"'min_tokens' ({min_tokens}) must not exceed 'max_tokens' ({max_tokens})")
     if numbers.get("temperature", 0.0) < _GREEDY_BELOW:
         numbers["temperature"] = 0.0
-    elif "seed" not in numbers:
-        numbers["seed"] = secrets.randbelow(_MAX_SEED)
+    else:
+        numbers["temperature"] = min(numbers["temperature"], _HOTTEST)
+        numbers.setdefault("seed", secrets.randbelow(_MAX_SEED))
     numbers["top_k"] = max(0, numbers.get("top_k", 0))  # vLLM writes "off" as 0 or -1
     sampling = Sampling(
         stop_token_ids=_token_ids(values.get("stop_token_ids", []), vocab_size),
@@ -136,6 +139,8 @@ def _integer(key: str, value: Any, span: _Range) -> int:
         number = int(value)
     except ValueError as error:
         raise _refuse(f"'{key}' must be an integer, got {value!r:.40}") from error
+    if abs(number) > _MAX_SEED:  # no key takes more than 64 bits
+        raise _refuse(f"'{key}' must be at most {_MAX_SEED} in magnitude, got an integer of {number.bit_length()} bits")
     span.check(key, number)
     return number
 
