@@ -205,11 +205,13 @@ class Core:
         return BlockPool(arenas[0].id, arenas[0].shape[0], arenas[0].shape[3])
 
     def _embedding_pool(self, arena: ArenaInfo | None) -> EmbeddingPool | None:
+        """As `_kv_pool`; and encoders keep an arena mapped and write to it when its instance is lost."""
         if arena is None:
             return None
         for other in self.instances.values():
-            if other.embeddings and other.info.embedding == arena:
-                return other.embeddings
+            for pool in (other.embeddings, *(flight.pool for flight in other.flights.values())):
+                if pool and pool.arena == arena:
+                    return pool
         return EmbeddingPool(arena)
 
 
