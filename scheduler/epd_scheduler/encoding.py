@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 def plan_encodes(core: Core, now: float) -> None:
     """Submit batches of at least C tokens, in order; the last batch of a request may be smaller."""
-    full = 0  # prefill instances whose embedding memory is used up
+    full: set[Instance] = set()  # prefill instances whose memory is used up
     for sequence in core.order.for_encoding():
+        if sequence.prefill in full:
+            continue  # it would wait behind who waits there already
         while sequence.phase == "queued" and sequence.tracker.needs_encoding():
             free = (instance for instance in core.doing("encode") if instance.room_to_encode)
             encoder = min(free, key=lambda instance: len(instance.flights), default=None)
@@ -26,10 +28,12 @@ def plan_encodes(core: Core, now: float) -> None:
             if _plan_one(core, encoder, sequence, now):
                 continue
             if sequence.tracker.needs_encoding():
-                full += 1
+                if sequence.prefill is None:
+                    return  # there is none
+                full.add(sequence.prefill)
             break
-        if full and full >= len(core.doing("prefill")):
-            return  # the first in rank has been served; the others would wait behind who waits now
+        if full and len(full) >= len(core.doing("prefill")):
+            return
 
 
 def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> bool:

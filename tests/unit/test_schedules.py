@@ -232,3 +232,29 @@ def test_rps_sand_takes_the_memory_of_a_rock_and_is_never_preempted() -> None:
     table.run_all()
     assert table.core.stats().preemptions == {"rock": 1}
     assert table.tokens == {seq: expected_tokens(request) for seq, request in table.prompts.items()}
+
+
+def test_a_prefill_instance_without_memory_holds_up_no_images_of_the_other() -> None:
+    """Odd requests go to `prefill`, whose memory the first one fills; even ones to `prefill_1`, which has room."""
+    config = Config(
+        kv=KVConfig(block_size=4, blocks=64),
+        embedding=EmbeddingConfig(block_size=4, blocks=4),
+        scheduler=SchedulerConfig(encode_tokens=4),
+    )
+    infos = worker_infos("e-2p-2d", 64, 4, 4, 1)
+    cluster = Cluster(Core(config, [info.name for info in infos]), infos, random.Random(0))
+    for seq in range(1, 9):
+        cluster.add(make_request(seq, [(16,)] if seq % 2 else [(4,)], 1, [seq]))
+    encoded = []
+    for _ in range(10):  # no batch is run, so no memory comes back
+        cluster.submit()
+        encoder = cluster.workers["encoder"]
+        if encoder.submitted:
+            plan = encoder.submitted[0]
+            assert isinstance(plan, EncodePlan)
+            encoded += [unit.seq for unit in plan.units]
+            encoder.run_one(cluster.now)
+            cluster.core.complete(encoder.finished.popleft(), cluster.now)
+    assert sorted(encoded) == [1, 2, 4, 6, 8]
+    cluster.run()
+    assert len(cluster.ends) == 8
