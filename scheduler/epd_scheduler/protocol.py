@@ -185,6 +185,7 @@ class Reply(Message, frozen=True):
 
     outcomes: tuple[Outcome, ...] = ()
     info: WorkerInfo | None = None
+    pending: int = 0  # plans still without an outcome
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -83,7 +83,7 @@ class Peer:
                     outcomes += self._work()
                 if outcomes or not self.plans or time.monotonic() >= deadline:
                     info = self.info() if message.hello else None
-                    return encode(Reply(tuple(outcomes), info))
+                    return encode(Reply(tuple(outcomes), info, len(self.plans)))
             time.sleep(0.0005)
 
     def _work(self) -> list[Outcome]:

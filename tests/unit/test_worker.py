@@ -74,7 +74,7 @@ def test_roles_decide_what_is_held():
 def test_an_exchange_without_work_returns_at_once(language):
     start = time.monotonic()
     assert decode_reply(language.exchange(encode(Exchange(wait_s=5.0)), memoryview(b""))).outcomes == ()
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 4.0
 
 
 def test_an_exchange_waits_for_a_first_outcome_no_longer_than_asked(language):
@@ -84,6 +84,17 @@ def test_an_exchange_waits_for_a_first_outcome_no_longer_than_asked(language):
     assert (outcome.plan, outcome.error, outcome.samples) == (plan.id, None, ())
     assert 0 < outcome.end - outcome.start < 5.0
     assert abs(time.monotonic() - outcome.end) < 5.0  # the same clock
+
+
+def test_a_reply_counts_the_plans_without_an_outcome(language):
+    wanted = 3
+    reply = decode_reply(
+        language.exchange(encode(Exchange(tuple(drive.batch(row()) for _ in range(wanted)))), memoryview(b""))
+    )
+    while wanted := wanted - len(reply.outcomes):
+        assert reply.pending == wanted
+        reply = decode_reply(language.exchange(encode(Exchange(wait_s=5.0)), memoryview(b"")))
+    assert reply.pending == 0
 
 
 @pytest.mark.parametrize(

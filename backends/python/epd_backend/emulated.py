@@ -70,7 +70,7 @@ class EmulatedWorker:
         now = time.monotonic()
         while self._pending and self._pending[0].end <= now:
             outcomes.append(self._pending.popleft())
-        return encode(Reply(tuple(outcomes), self.info if message.hello else None))
+        return encode(Reply(tuple(outcomes), self.info if message.hello else None, len(self._pending)))
 
     def close(self) -> None:
         """Wake whoever waits."""

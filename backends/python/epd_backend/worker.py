@@ -110,7 +110,8 @@ class Worker:
             if message.wait_s > 0:
                 self._ready.wait_for(lambda: self._outcomes or not self._in_progress or self._closed, message.wait_s)
             outcomes, self._outcomes = tuple(self._outcomes), []
-        return encode(Reply(outcomes, self.info if message.hello else None))
+            pending = self._in_progress
+        return encode(Reply(outcomes, self.info if message.hello else None, pending))
 
     def close(self) -> None:
         """Finish the submitted plans, stop the threads, release the arenas. Does nothing the second time."""

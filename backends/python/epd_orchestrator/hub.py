@@ -159,13 +159,13 @@ class Hub:
                     link.wake.wait(link.pause(now))
             return None
 
-    def take_reply(self, link: Link, call: Call, reply: Reply, took: float) -> None:
-        """The answer to `call`, which took `took` seconds."""
+    def take_reply(self, link: Link, call: Call, reply: Reply) -> None:
+        """The answer to `call`."""
         with self._lock:
             now = link.replied = time.monotonic()
             link.calling = link.abandoned = False
             if link.info is None or (call.exchange.hello and reply.info != link.info):
-                self._take_hello(link, call, reply, took, now)
+                self._take_hello(link, call, reply, now)
             else:
                 self._take_outcomes(link, reply, now)
             self._after_call()
@@ -191,11 +191,10 @@ class Hub:
         self._answered.notify_all()
         self._work.notify()
 
-    def _take_hello(self, link: Link, call: Call, reply: Reply, took: float, now: float) -> None:
+    def _take_hello(self, link: Link, call: Call, reply: Reply, now: float) -> None:
         info = reply.info if call.exchange.hello else None
-        # An instance without plans answers at once. One that does not still works off plans from before its loss, and
-        # would write to blocks that have other owners by now.
-        link.draining = bool(reply.outcomes) or took >= call.exchange.wait_s
+        # Plans from before its loss would write to blocks that have other owners by now.
+        link.draining = reply.pending > 0
         if info is None or link.draining:
             self._lose(link, "it still works off plans that were given up")
             link.next_hello = now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from epd_scheduler import protocol
@@ -30,7 +29,6 @@ class Runner(threading.Thread):
     def run(self) -> None:
         """The thread's body."""
         while (call := self._hub.next_call(self._link)) is not None:
-            begin = time.monotonic()
             try:
                 reply = protocol.decode_reply(
                     self._exchange(self._link.name, protocol.encode(call.exchange), call.media)
@@ -38,4 +36,4 @@ class Runner(threading.Thread):
             except Exception as error:  # whatever it is, the plans of this call have no outcome
                 self._hub.take_failure(self._link, str(error) or type(error).__name__)
             else:
-                self._hub.take_reply(self._link, call, reply, time.monotonic() - begin)
+                self._hub.take_reply(self._link, call, reply)
