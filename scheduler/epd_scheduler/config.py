@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -15,6 +15,12 @@ class ConfigError(ValueError):
     """The configuration file cannot be used; the message names the key and the remedy."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastZero = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the file's sections."""
 
@@ -22,15 +28,15 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KVConfig(Section, frozen=True):
     """The paged KV cache of a language instance's device."""
 
-    block_size: int = 16  # tokens a block
-    blocks: int = 1024  # blocks in each device's arena
+    block_size: Count = 16  # tokens a block
+    blocks: Count = 1024  # blocks in each device's arena
 
 
 class EmbeddingConfig(Section, frozen=True):
     """The paged embedding (MM) cache of a prefill instance's device."""
 
-    block_size: int = 16  # embedding rows a block
-    blocks: int = 512  # blocks in each device's arena
+    block_size: Count = 16  # embedding rows a block
+    blocks: Count = 512  # blocks in each device's arena
 
 
 class SLOConfig(Section, frozen=True):
@@ -39,17 +45,17 @@ class SLOConfig(Section, frozen=True):
     A client may state its own. Without a profile there is no estimate, and the SLO is `floor`.
     """
 
-    floor: float = 1.0
-    scale: float = 5.0
+    floor: AtLeastZero = 1.0
+    scale: AtLeastZero = 5.0
 
 
 class RPSConfig(Section, frozen=True):
     """Order `rps`: sand before pebbles before rocks, with aging."""
 
     classifier: Literal["impact", "modality"] = "impact"  # trained clusters of the profile, or the number of images
-    pebble_delay: float = 1.0  # seconds: a pebble outranks sand that came so much later
-    rock_delay: float = 10.0
-    share: float = 0.1  # of the prompt tokens, due to waiting pebbles and to waiting rocks whatever their rank
+    pebble_delay: AtLeastZero = 1.0  # seconds: a pebble outranks sand that came so much later
+    rock_delay: AtLeastZero = 10.0
+    share: Share = 0.1  # of the prompt tokens, due to waiting pebbles and to waiting rocks whatever their rank
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -57,9 +63,9 @@ class SchedulerConfig(Section, frozen=True):
 
     order: Literal["fcfs", "edf", "rps"] = "fcfs"
     overlap: Literal["none", "intra", "full"] = "full"
-    encode_tokens: int = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
-    token_budget: int = 512  # B of RServe's Algorithm 2: most tokens of one forward
-    max_rows: int = 64  # most sequences of one forward
+    encode_tokens: Count = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
+    token_budget: Count = 512  # B of RServe's Algorithm 2: most tokens of one forward
+    max_rows: Count = 64  # most sequences of one forward
     profile: str = ""  # costs and classes, made by `epd profile`; relative to the repository root
     client_priority: bool = True  # a client may state its own class ("priority") and deadline ("slo")
     slo: SLOConfig = SLOConfig()
@@ -69,13 +75,13 @@ class SchedulerConfig(Section, frozen=True):
 class LimitsConfig(Section, frozen=True):
     """What is refused at admission."""
 
-    context: int = 4096  # most tokens of a sequence, prompt and output
-    output_tokens: int = 2048  # most output tokens of a request
-    images: int = 32  # most images of a request
-    image_bytes: int = 32 * 1024 * 1024  # largest encoded image
-    pixels: int = 64_000_000  # largest image, width x height, checked before it is decoded
-    requests: int = 1024  # most requests at once; more are refused
-    stall_seconds: float = 300.0  # a worker instance that makes no progress for so long counts as lost
+    context: Count = 4096  # most tokens of a sequence, prompt and output
+    output_tokens: Count = 2048  # most output tokens of a request
+    images: Annotated[int, msgspec.Meta(ge=0)] = 32  # most images of a request
+    image_bytes: Count = 32 * 1024 * 1024  # largest encoded image
+    pixels: Count = 64_000_000  # largest image, width x height, checked before it is decoded
+    requests: Count = 1024  # most requests at once; more are refused
+    stall_seconds: AboveZero = 300.0  # a worker instance that makes no progress for so long counts as lost
 
 
 class Config(Section, frozen=True):
@@ -117,7 +123,7 @@ def load(path: str | Path) -> Config:
         raw = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if model := os.environ.get("EPD_MODEL"):
+    if (model := os.environ.get("EPD_MODEL")) and isinstance(raw, dict):
         raw["model"] = model
     config = parse(raw, str(path))
     home = path.parent.parent
