@@ -84,10 +84,6 @@ class RPS:
             queues += [self._with_items, self._by_deadline[sequence.klass]]
         return queues
 
-    def depths(self) -> dict[str, int]:
-        """Queued sequences by class."""
-        return {name: len(queue) for name, queue in self._queues.items()}
-
     def __len__(self) -> int:
         """Queued sequences."""
         return len(self._all)
