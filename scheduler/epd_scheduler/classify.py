@@ -8,6 +8,8 @@ from typing import Protocol
 from epd_scheduler.profile import ImpactEstimator, Profile, ProfileError
 from epd_scheduler.request import CLASSES, Class, Request
 
+_LEAST = 1e-9  # seconds, bytes: a profile may say that something costs nothing
+
 
 class Classifier(Protocol):
     """Gives every request a class, from its metadata alone."""
@@ -29,7 +31,7 @@ class ImpactClassifier:
     def classify(self, request: Request) -> Class:
         """The class whose centre is nearest."""
         impact = self._estimator.estimate_request(request)
-        x, y = math.log10(impact.prefill_s), math.log10(impact.kv_bytes)
+        x, y = math.log10(max(impact.prefill_s, _LEAST)), math.log10(max(impact.kv_bytes, _LEAST))
         return min(self._centres, key=lambda c: math.hypot(c.log_prefill - x, c.log_kv - y)).name
 
 

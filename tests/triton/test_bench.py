@@ -94,4 +94,4 @@ def test_a_profiler_reads_its_probes_off_the_server(client: Client, server: Serv
     step = decode_sample(batch)
     assert step is not None
     assert len(step.rows) == 2
-    assert 0 < step.seconds < 1
+    assert step.seconds > 0

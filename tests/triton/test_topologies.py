@@ -34,8 +34,8 @@ def test_right_answers_in_every_topology(topology: str, stages: int, tmp_path: P
 
 
 def test_emulated_5e1p2d_takes_the_time_of_the_cost_model(tmp_path: Path) -> None:
-    """One image of 4 rows: 0.3 s to encode; all requests' images are spread over five encoders."""
-    profile = Profile("none", "none", EncodeCost(overhead=0.3), ForwardCost(overhead=0.01), 1, 1, MigrateCost(0.01))
+    """One image of 4 rows: 2 s to encode; all requests' images are spread over five encoders."""
+    profile = Profile("none", "none", EncodeCost(overhead=2.0), ForwardCost(overhead=0.01), 1, 1, MigrateCost(0.01))
     save_profile(profile, tmp_path / "profile.yaml")
     write_repository(SOURCE, tmp_path / "repository", parse_topology("5E1P2D"), emulate=tmp_path / "profile.yaml")
     scans, _ = digits.heldout()
@@ -57,4 +57,4 @@ def test_emulated_5e1p2d_takes_the_time_of_the_cost_model(tmp_path: Path) -> Non
     assert len(emulated) == 8  # all but the orchestrator
     encodes = [span for spans in timelines for span in spans if span[0] == "encode"]
     assert len({instance for *_, instance in encodes}) == 5
-    assert all(end - start == pytest.approx(0.3, abs=0.01) for _, start, end, _ in encodes)
+    assert all(end - start == pytest.approx(2.0, abs=0.01) for _, start, end, _ in encodes)
