@@ -1,14 +1,13 @@
 """The bare forward of decode steps: the language model's layers and head, in a process of their own, on one core.
 
-    python -m benchmarks.bare_forward CHECKPOINT --core 1 --context 80
+    python -m benchmarks.bare_forward CHECKPOINT --core 1 --sequences 8 --context 50
 
-Prints milliseconds by number of sequences as JSON. No plans, no sampling, no messages: what any server has to spend.
+Prints the mean seconds of a step. No plans, no sampling, no messages: what any server has to spend.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 
@@ -19,30 +18,25 @@ from epd_backend.executor import LanguageExecutor
 from epd_scheduler.config import Config, KVConfig
 from epd_scheduler.protocol import BatchPlan, Row
 
-STEPS = 40
-SEQUENCES = (1, 8)
+STEPS = 60
 BLOCK = 16
 
 
-def measure(config: Config, context: int) -> dict[int, float]:
-    """Fastest of many steps, seconds, for each number of sequences whose last tokens see `context` tokens."""
+def measure(config: Config, sequences: int, context: int) -> float:
+    """Mean seconds of a step of `sequences` sequences whose last tokens see `context` tokens."""
     arenas = ArenaMap()
     executor = LanguageExecutor(config, ["cpu:0"], f"bare{os.getpid()}", arenas, embeddings=False)
     (stage,) = executor.stages
-    took = {}
     try:
         with torch.inference_mode():
-            for count in SEQUENCES:
-                forward = stage.embed(BatchPlan(1, "", rows(count, context)), lambda _: 0)
-                times = []
-                for _ in range(STEPS):
-                    begin = time.perf_counter()
-                    stage.logits(stage.advance(forward))
-                    times.append(time.perf_counter() - begin)
-                took[count] = min(times)
+            forward = stage.embed(BatchPlan(1, "", rows(sequences, context)), lambda _: 0)
+            stage.logits(stage.advance(forward))  # warm up
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                stage.logits(stage.advance(forward))
+            return (time.perf_counter() - begin) / STEPS
     finally:
         arenas.close()
-    return took
 
 
 def rows(count: int, context: int) -> tuple[Row, ...]:
@@ -59,12 +53,13 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--core", type=int, required=True)
+    parser.add_argument("--sequences", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})
     torch.set_num_threads(1)
     config = Config(model=args.checkpoint, dtype=args.dtype, kv=KVConfig(block_size=BLOCK, blocks=512))
-    print(json.dumps(measure(config, args.context)))
+    print(measure(config, args.sequences, args.context))
 
 
 if __name__ == "__main__":

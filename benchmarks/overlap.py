@@ -126,15 +126,13 @@ def token_times(client: Client, prompt: str) -> list[float]:
     return times
 
 
-def bare_forward(model: Path, dtype: str, wait_s: float) -> dict[str, float]:
-    """Seconds of a decode step's forward alone, by number of sequences."""
-    quiet.wait(wait_s)
-    context = 20 + OUTPUT // 2
+def bare_forward(model: Path, dtype: str, wait_s: float) -> float:
+    """Mean seconds of a decode step's forward alone, at the contexts that `Bench.decode_step` has on average."""
     command = [sys.executable, "-m", "benchmarks.bare_forward", str(model), "--dtype", dtype]
-    command += ["--core", CORES["language"], "--context", str(context)]
+    command += ["--core", CORES["language"], "--sequences", str(DECODING), "--context", str(20 + OUTPUT // 2)]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    out = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-    return dict(json.loads(out))
+    quiet.wait(wait_s)
+    return float(subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def host() -> str:
@@ -157,9 +155,10 @@ def main() -> None:
     parser.add_argument("--wait", type=float, default=60.0, help="most seconds to wait for an idle machine, each time")
     parser.add_argument("--out", type=Path, default=BUILD / "overlap.json")
     args = parser.parse_args()
+    os.sched_setaffinity(0, {int(CORES["encoder"])})  # server and clients too: the language core decodes alone
     model = checkpoint(args.dtype)
     bench = Bench(model, args.wait)
-    runs, steps = list[Run](), list[float]()
+    runs, steps, forwards = list[Run](), list[float](), list[float]()
     with contextlib.ExitStack() as stack:
         clients = {}
         for overlap in OVERLAPS:
@@ -172,14 +171,16 @@ def main() -> None:
                     runs.append(bench.ttft(clients[overlap], overlap, images))
                     print(f"{repetition} {overlap} {images}: {runs[-1].ttft:.3f} s", flush=True)
             steps.append(bench.decode_step(clients["full"]))
-    bare = min((bare_forward(model, args.dtype, args.wait) for _ in range(2)), key=lambda took: took[str(DECODING)])
+            forwards.append(bare_forward(model, args.dtype, args.wait))
     result = {
         "host": host(),
         "dtype": args.dtype,
         "repetitions": args.repetitions,
         "best": [asdict(best(runs, overlap, n)) for n in args.images for overlap in OVERLAPS],
+        "decode_steps": steps,
+        "bare_forwards": forwards,
         "decode_step": min(steps),
-        "bare_forward": bare[str(DECODING)],
+        "bare_forward": min(forwards),
         "runs": [asdict(run) for run in runs],
     }
     args.out.parent.mkdir(exist_ok=True)

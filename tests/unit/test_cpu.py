@@ -1,5 +1,8 @@
 """The faster ways to compute against torch's own."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from epd_backend import cpu
@@ -31,3 +34,28 @@ def test_convolution(size):
         cpu.speed_up(layer)
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
     assert type(layer) is cpu.PatchProjection
+
+
+FAULTS = """
+import resource, threading, torch
+from epd_backend import cpu
+if {keep}:
+    cpu.keep_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    [torch.ones(1_500_000 + 100_000 * i) for i in range(24)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+thread = threading.Thread(target=lambda: print(sum([faults() for _ in range(10)][4:])))
+thread.start()
+thread.join()
+"""
+
+
+def test_kept_memory_costs_no_page_faults():
+    """Of the same work again and again, as a worker's thread does it."""
+    lost, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, check=True).stdout)
+        for keep in (False, True)
+    )
+    assert lost > 1000
+    assert kept < 100

@@ -35,14 +35,16 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     if args["model_instance_kind"] == "GPU":
         device = f"cuda:{args['model_instance_device_id']}"
     if cpus := parameters.get("cpus"):
-        os.sched_setaffinity(0, _cores(cpus))  # of this thread, and so of all that it will start
+        _stay_on(cpus)
     settings = config.load(config_path(args["model_repository"]))
     name, roles = args["model_name"], _roles(parameters.get("roles", ""))
     stages = int(parameters.get("stages", "1"))
     if path := parameters.get("emulate"):
         return EmulatedWorker(settings, load_profile(path), name=name, roles=roles, device=device, stages=stages)
+    from epd_backend import cpu
     from epd_backend.worker import Worker  # torch and transformers, which an emulated worker does without
 
+    cpu.keep_memory()
     return Worker(
         settings,
         name=name,
@@ -54,15 +56,14 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     )
 
 
-def _cores(text: str) -> set[int]:
-    """The cores of a `cpus` parameter. Raises ConfigError for one that this process may not use."""
-    allowed = os.sched_getaffinity(0)
-    named = {part.strip() for part in text.split(",")}
-    if not named <= {str(core) for core in allowed}:
+def _stay_on(cpus: str) -> None:
+    """Bind this thread, and so all that it will start, to the cores of a `cpus` parameter. Raises ConfigError."""
+    try:
+        os.sched_setaffinity(0, {int(core) for core in cpus.split(",")})
+    except (ValueError, OSError) as error:
         raise config.ConfigError(
-            f"parameter 'cpus' of the model is {text!r}; name one or several of {', '.join(map(str, sorted(allowed)))}"
-        )
-    return {int(core) for core in named}
+            f"parameter 'cpus' of the model is {cpus!r} ({error}); name cores that this process may use, like 0,2"
+        ) from error
 
 
 def _roles(text: str) -> tuple[Role, ...]:
