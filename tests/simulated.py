@@ -6,10 +6,12 @@ of everything before it. So a block used twice, a stale embedding, a wrong posit
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections import deque
 
+import msgspec
 import numpy as np
 from epd_scheduler.core import Core
 from epd_scheduler.protocol import (
@@ -178,6 +180,9 @@ class Cluster:
         self.rng = rng
         self.arenas = Arenas()
         self.workers: dict[str, SimulatedWorker] = {}
+        self.undead: list[SimulatedWorker] = []  # given up, but they still work off their plans
+        self.returning: dict[str, WorkerInfo] = {}  # who joins when its undead predecessor is done
+        self._pids = itertools.count(1)
         self.now = 0.0
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, EndEvent] = {}
@@ -186,14 +191,31 @@ class Cluster:
             self.join(info)
 
     def join(self, info: WorkerInfo) -> None:
+        """As a new process."""
+        info = msgspec.structs.replace(info, pid=next(self._pids))
         self.workers[info.name] = worker = SimulatedWorker(info, self.arenas)
         worker.bad_media = self.bad_media
         self.core.join(info, self.now)
 
-    def lose(self, name: str) -> None:
-        del self.workers[name]
+    def lose(self, name: str, undead: bool = False) -> None:
+        """An instance dies, or, `undead`, is given up while it runs on."""
+        worker = self.workers.pop(name)
         self.core.lose(name, self.now)
+        if undead:
+            self.undead.append(worker)
+        else:
+            self.core.reclaim(worker.info.pid)
         self.collect()
+
+    def _run_undead(self, worker: SimulatedWorker) -> None:
+        if worker.submitted:
+            worker.run_one(self.now)
+            return
+        name = worker.info.name
+        self.undead.remove(worker)
+        self.core.reclaim(worker.info.pid)
+        if info := self.returning.pop(name, None):
+            self.join(info)
 
     def add(self, request: Request) -> None:
         self.tokens[request.seq] = []
@@ -229,11 +251,14 @@ class Cluster:
         """Run one plan or deliver one outcome, at random; False if nothing is in flight."""
         actions = [(w, False) for w in self.workers.values() if w.submitted]
         actions += [(w, True) for w in self.workers.values() if w.finished]
+        actions += [(w, False) for w in self.undead]
         if not actions:
             return False
         worker, deliver = self.rng.choice(actions)
         self.now += 0.001
-        if deliver:
+        if worker in self.undead:
+            self._run_undead(worker)
+        elif deliver:
             self.core.complete(worker.finished.popleft(), self.now)
         else:
             worker.run_one(self.now)

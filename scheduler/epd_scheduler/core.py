@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from epd_scheduler import batching, encoding, handover
 from epd_scheduler.assess import Assessor
@@ -46,6 +46,7 @@ class Core:
         self._life = Lifecycle(self)
         self._awaited = set(workers)
         self._lost: dict[str, tuple[str, ...]] = {}  # name -> roles
+        self._undead: list[Instance] = []  # lost ones whose plans may run yet
         self._plans: list[Plan] = []
         self._next_plan = 0
 
@@ -59,11 +60,21 @@ class Core:
         self.instances[info.name] = Instance(info, self._kv_pool(info.kv), self._embedding_pool(info.embedding))
 
     def lose(self, name: str, now: float) -> None:
-        """An instance died: its plans have no outcome, what only it held must be made again elsewhere."""
+        """An instance is dead or given up: its plans have no outcome, what only it held must be made again elsewhere.
+
+        It may run on and write to what its plans name, so those blocks are kept back until `reclaim`.
+        """
         self._awaited.discard(name)
         instance = self._remove(name, now)
         self._lost.setdefault(name, instance.info.roles if instance else ())
         self._life.fail_unserved(now)
+
+    def reclaim(self, pid: int) -> None:
+        """A lost instance's process is idle or gone: what its plans named can be handed out."""
+        for instance in [each for each in self._undead if each.info.pid == pid]:
+            self._undead.remove(instance)
+            for flight in instance.flights.values():
+                self._life.forget_flight(flight)
 
     def in_flight(self, name: str) -> int:
         """Plans without an outcome on an instance."""
@@ -187,8 +198,11 @@ class Core:
         if (instance := self.instances.pop(name, None)) is None:
             return None
         for flight in instance.flights.values():
-            self._life.forget_flight(flight)
-        instance.flights.clear()
+            for embedding in flight.embeddings:
+                assert flight.pool is not None
+                flight.pool.abandon(embedding)
+        if instance.flights:
+            self._undead.append(instance)
         for sequence in list(self.sequences.values()):
             if sequence.seq in instance.placed:
                 self._life.requeue(sequence, now, "lost")
@@ -199,7 +213,7 @@ class Core:
         """Instances that share arenas share the pool, so that a hand-over between them moves no byte."""
         if not arenas:
             return None
-        for other in self.instances.values():
+        for other in self._all_instances():
             if other.kv and other.info.kv == arenas:
                 return other.kv
         return BlockPool(arenas[0].id, arenas[0].shape[0], arenas[0].shape[3])
@@ -208,11 +222,16 @@ class Core:
         """As `_kv_pool`; and encoders keep an arena mapped and write to it when its instance is lost."""
         if arena is None:
             return None
-        for other in self.instances.values():
+        for other in self._all_instances():
             for pool in (other.embeddings, *(flight.pool for flight in other.flights.values())):
                 if pool and pool.arena == arena:
                     return pool
         return EmbeddingPool(arena)
+
+    def _all_instances(self) -> Iterator[Instance]:
+        """Those that may write to an arena: live ones, and lost ones that may run yet."""
+        yield from self.instances.values()
+        yield from self._undead
 
 
 def make_order(config: SchedulerConfig) -> Order:

@@ -96,12 +96,23 @@ class EmbeddingPool:
         self.unpin(embedding)
 
     def failed(self, embedding: Embedding) -> None:
-        """The encode plan failed or its instance died."""
+        """The encode plan failed."""
+        self.abandon(embedding)
+        self.reclaim(embedding)
+
+    def abandon(self, embedding: Embedding) -> None:
+        """The encode plan will have no outcome but may run yet: the embedding is to be made again, in other blocks."""
         for sequence in embedding.waiting:
             sequence.tracker.forget(embedding)
-        if not embedding.users:
-            self.returning -= len(embedding.blocks)
-        self._drop(embedding)
+        embedding.waiting.clear()
+        if embedding.users:
+            self.returning += len(embedding.blocks)
+        del self._entries[embedding.key]
+
+    def reclaim(self, embedding: Embedding) -> None:
+        """Nothing of the plan of an abandoned embedding can still run."""
+        self.returning -= len(embedding.blocks)
+        self._blocks.give_back(embedding.blocks)
 
     def pin(self, embedding: Embedding) -> None:
         """A row in flight reads the embedding."""

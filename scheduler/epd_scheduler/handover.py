@@ -20,15 +20,16 @@ def plan_migrations(core: Core, now: float) -> None:
     for sequence in sorted(waiting, key=lambda s: s.rank):
         if sequence.phase != "handover":
             continue  # preempted for one before it
-        target = min(core.doing("decode"), key=lambda i: len(i.placed), default=None)
-        if target is None:
-            return
-        assert target.kv
         assert sequence.table
+        able = [i for i in core.doing("decode") if i.room or i.kv is sequence.table.pool]
+        target = min(able, key=lambda i: len(i.placed), default=None)
+        if target is None:
+            continue
+        assert target.kv
         assert sequence.prefill
         if sequence.table.pool is target.kv:
             _arrive(core, sequence, target)
-        elif target.room:
+        else:
             table = core.memory.table_for(sequence, target.kv, True, now)
             if table is not None:
                 _submit(core, sequence, target, table, now)

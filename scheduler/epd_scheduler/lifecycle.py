@@ -64,12 +64,12 @@ class Lifecycle:
                 self.end(sequence, now, "unavailable", reason)
 
     def forget_flight(self, flight: Flight) -> None:
-        """A plan will have no outcome: its instance died, so nothing of it can still run."""
+        """A plan had no outcome, and nothing of it can still run."""
         for row in flight.rows:
             row.release()
         for embedding in flight.embeddings:
             assert flight.pool is not None
-            flight.pool.failed(embedding)
+            flight.pool.reclaim(embedding)
         if flight.migration:
             _, _, source, destination = flight.migration
             source.unpin()

@@ -150,9 +150,38 @@ def test_blocks_that_an_encoder_still_writes_are_not_handed_out_when_their_insta
     cluster.assert_empty()
 
 
+def test_blocks_that_a_lost_instance_may_still_write_are_kept_until_it_is_idle_or_gone() -> None:
+    config = Config(kv=KVConfig(4, 64), embedding=EmbeddingConfig(4, 4), scheduler=SchedulerConfig(encode_tokens=8))
+    cluster = make_cluster(config, "2e-p-d", 1, 0)
+    cluster.add(make_request(1, [4, (8,)], 2, [1]))
+
+    def encoding() -> list[tuple[str, list[int]]]:
+        plans = [plan for plan in cluster.submit() if isinstance(plan, EncodePlan)]
+        return [(plan.instance, [block for unit in plan.units for block in unit.blocks]) for plan in plans]
+
+    ((first, blocks),) = encoding()
+    assert len(blocks) == 2
+    cluster.core.lose(first, cluster.now)
+    lost = cluster.workers.pop(first)
+    ((second, others),) = encoding()
+    assert second != first
+    assert len({*blocks, *others}) == 4
+    cluster.core.lose(second, cluster.now)
+    assert cluster.core.stats().embedding_blocks_used == 4
+    cluster.core.reclaim(lost.info.pid)
+    assert cluster.core.stats().embedding_blocks_used == 2
+    cluster.join(lost.info)
+    cluster.core.reclaim(cluster.workers.pop(second).info.pid)
+    cluster.run()
+    assert cluster.ends[1].reason == "unavailable"
+    cluster.assert_empty()
+
+
 def _disturb(cluster: Cluster, touched: set[int], topology: str, stages: int) -> None:
     rng, config = cluster.rng, cluster.core.config
     dice = rng.random()
+    if not cluster.workers:
+        return
     if dice < 0.05 and cluster.core.sequences:
         seq = rng.choice(list(cluster.core.sequences))
         touched.add(seq)
@@ -161,10 +190,15 @@ def _disturb(cluster: Cluster, touched: set[int], topology: str, stages: int) ->
         rng.choice(list(cluster.workers.values())).fail_next = True
     elif dice < 0.12:
         name = rng.choice(list(cluster.workers))
-        cluster.lose(name)
+        undead = rng.random() < 0.5
+        cluster.lose(name, undead)
         # An arena that other instances have mapped outlives its maker, and the next one finds it.
         generation = f"#{rng.randrange(10**9)}" if rng.random() < 0.5 else ""
         infos = worker_infos(
             topology, config.kv.blocks, config.kv.block_size, config.embedding.blocks, stages, generation
         )
-        cluster.join(next(info for info in infos if info.name == name))
+        info = next(info for info in infos if info.name == name)
+        if undead and rng.random() < 0.5:
+            cluster.returning[name] = info
+        else:
+            cluster.join(info)

@@ -13,6 +13,7 @@ from epd_client import control, demo
 from epd_client.client import Client, EpdError
 from epd_client.launch import Server
 
+from models import digits
 from tests.triton.conftest import ROOT
 from tests.triton.helpers import left_over, metrics, shared_memory, stubs, wait_for, wait_until_idle
 from tests.triton.load import READING, TEXT_ONLY, Load, reading
@@ -20,13 +21,15 @@ from tests.triton.load import READING, TEXT_ONLY, Load, reading
 STAGES = {"encoder": "encode", "prefill": "prefill", "decode": "decode"}
 
 
-def start() -> Server:
-    return Server(ROOT / "model_repository", config_name="cpu", ready_timeout_s=600)
+def start(**environment: str) -> Server:
+    return Server(ROOT / "model_repository", config_name="cpu", env=environment, ready_timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def faulty_server() -> Iterator[Server]:
-    with start() as server:
+def faulty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = tmp_path_factory.mktemp("faults") / "epd.yaml"
+    config.write_text(f"model: {digits.CHECKPOINT}\nlimits: {{stall_seconds: 10}}\n")
+    with start(EPD_CONFIG=str(config)) as server:
         yield server
         names = shared_memory(server)
     assert names
@@ -84,6 +87,20 @@ def test_a_worker_dies_under_load_and_comes_back(server: Server, model: str) -> 
         assert result.end > died
         if model == "encoder":
             assert result.images
+
+
+def test_a_worker_hangs_is_given_up_and_ended(server: Server) -> None:
+    """Its blocks stay out of use while it might go on; since it does not come to rest, it is ended."""
+    hanging = stubs(server)["prefill"]
+    with Load(server.grpc) as load:
+        load.wait_for(5)
+        os.kill(hanging, signal.SIGSTOP)
+        stopped = time.monotonic()
+        load.wait_for(1, since=stopped, right=False)
+        wait_for(lambda: "prefill" not in stubs(server), "the process is not ended")
+        control.reload(server.grpc, "prefill")
+        load.wait_for(10, since=time.monotonic())
+    assert all(result.right or result.error for result in load.results)
 
 
 def test_a_worker_dies_again_and_again(server: Server) -> None:

@@ -21,6 +21,7 @@ from epd_scheduler.protocol import EncodePlan, Reply
 from epd_scheduler.request import EndEvent, EndReason, Event, RefusedError, Request
 from epd_scheduler.stats import Stats
 
+from epd_orchestrator import process
 from epd_orchestrator.link import Call, Link, Parcel
 from epd_orchestrator.session import Session, Update
 
@@ -178,14 +179,28 @@ class Hub:
             self._after_call()
 
     def check_progress(self) -> None:
-        """Give up instances that make no progress."""
+        """Give up instances that make no progress; end those that, given up, do not even come to rest."""
         with self._lock:
             limit = self._config.limits.stall_seconds
             for link in self._links.values():
+                self._bury(link, limit)
                 if link.busy and time.monotonic() - link.progress > limit:
                     link.abandoned = link.calling
                     self._lose(link, f"no progress for {limit:g} s ('limits.stall_seconds')")
                     self._after_call()
+
+    def _bury(self, link: Link, limit: float) -> None:
+        for pid, since in list(link.lost.items()):
+            if not process.runs(pid):
+                self._reclaim(link, pid)
+            elif time.monotonic() - since > limit:
+                logger.error("process %d of lost instance '%s' does not come to rest and is ended", pid, link.name)
+                process.end(pid)
+
+    def _reclaim(self, link: Link, pid: int) -> None:
+        if link.lost.pop(pid, None) is not None:
+            with self._changing() as core:
+                core.reclaim(pid)
 
     def _after_call(self) -> None:
         self._answered.notify_all()
@@ -202,6 +217,7 @@ class Hub:
             self._lose(link, f"it calls itself '{info.name}'; a worker's name must be that of its model")
         else:
             link.lose(now)  # as another process than before it has nothing under way
+            self._reclaim(link, info.pid)
             link.info, link.progress = info, now
             with self._changing() as core:
                 core.join(info, now)

@@ -41,12 +41,15 @@ class Link:
         self.calling = False
         self.abandoned = False  # the call under way has been given up; nobody waits for it any more
         self.draining = False  # lost but alive: it still works off plans that nobody wants any more
+        self.lost: dict[int, float] = {}  # processes that may still run plans, and when they were lost
         self.progress = 0.0  # when it last did what was expected of it
         self.replied = 0.0
         self.next_hello = 0.0
 
     def lose(self, now: float) -> None:
         """Forget what was under way."""
+        if self.info:
+            self.lost[self.info.pid] = now
         self.info = None
         self.outbox.clear()
         self.submitted.clear()
