@@ -2,7 +2,8 @@
 
 One encoder on a core, one language instance on another, the 118 M checkpoint in bfloat16; 60 % text, 25 % one image,
 15 % eight images (deploy/workloads/two-core.yaml), Poisson arrivals. Each order gets a server of its own, one after
-the other, and the very same requests at the very same times.
+the other, and the very same requests at the very same times. A forward takes many times an exchange here, so plans
+are not made ahead: whoever arrives waits for the forward that runs alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the orders fcfs, edf and rps on this host.")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
     parser.add_argument("--count", type=int, default=100, help="requests an order")
-    parser.add_argument("--budget", type=int, default=64, help="scheduler.token_budget")
+    parser.add_argument("--budget", type=int, default=96, help="scheduler.token_budget")
     parser.add_argument("--orders", nargs="+", default=["fcfs", "edf", "rps"])
     parser.add_argument("--out", type=Path, default=BUILD / "orders.json")
     args = parser.parse_args()
@@ -34,7 +35,7 @@ def main() -> None:
     specs = generate(mix, rate=args.rate, count=args.count, seed=1)
     console, runs = Console(width=180), []
     for order in args.orders:
-        scheduler = f"order: {order}, token_budget: {args.budget}, {RPS}"
+        scheduler = f"order: {order}, token_budget: {args.budget}, async_scheduling: false, {RPS}"
         with server(checkpoint("bfloat16"), "bfloat16", scheduler) as running:
             with Client(running.grpc) as client:
                 text = TextMaker.calibrate(client)

@@ -232,9 +232,9 @@ class Cluster:
 
     def check(self, plan: Plan) -> None:
         worker = self.workers[plan.instance]
-        assert self.core.in_flight(plan.instance) <= worker.info.stages + 1
+        scheduler = self.core.config.scheduler
+        assert self.core.in_flight(plan.instance) <= worker.info.stages + scheduler.async_scheduling
         if isinstance(plan, BatchPlan):
-            scheduler = self.core.config.scheduler
             assert sum(len(row.tokens) or 1 for row in plan.rows) <= scheduler.token_budget
             assert len(plan.rows) <= scheduler.max_rows
             assert len({row.seq for row in plan.rows}) == len(plan.rows)

@@ -66,6 +66,7 @@ class SchedulerConfig(Section, frozen=True):
     encode_tokens: Count = 256  # C of RServe's Algorithm 1: least tokens of an encoder batch
     token_budget: Count = 512  # B of RServe's Algorithm 2: most tokens of one forward
     max_rows: Count = 64  # most sequences of one forward
+    async_scheduling: bool = True  # a worker gets its next plan while it computes one, else when it has nothing to do
     profile: str = ""  # costs and classes, made by `epd profile`; relative to the repository root
     client_priority: bool = True  # a client may state its own class ("priority") and deadline ("slo")
     slo: SLOConfig = SLOConfig()

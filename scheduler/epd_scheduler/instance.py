@@ -49,10 +49,13 @@ class Flight:
 
 
 class Instance:
-    """A live worker instance."""
+    """A live worker instance. Its window is one plan a pipeline stage, and one more with `async_scheduling`."""
 
-    def __init__(self, info: WorkerInfo, kv: BlockPool | None, embeddings: EmbeddingPool | None) -> None:
+    def __init__(
+        self, info: WorkerInfo, kv: BlockPool | None, embeddings: EmbeddingPool | None, *, async_scheduling: bool
+    ) -> None:
         self.info = info
+        self.window = info.stages + async_scheduling  # most plans in flight
         self.kv = kv
         self.embeddings = embeddings
         self.flights: dict[int, Flight] = {}
@@ -71,8 +74,8 @@ class Instance:
 
     @property
     def room(self) -> bool:
-        """The window: one plan more than pipeline stages, so that the worker never waits for the orchestrator."""
-        return len(self.flights) < self.info.stages + 1
+        """Another plan may be submitted."""
+        return len(self.flights) < self.window
 
     @property
     def room_to_encode(self) -> bool:

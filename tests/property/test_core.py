@@ -55,6 +55,7 @@ def scenarios(draw: st.DrawFn) -> tuple[Config, list[Request]]:
             encode_tokens=draw(st.sampled_from([1, 8, 64])),
             token_budget=draw(st.sampled_from([1, 7, 32, 512])),
             max_rows=draw(st.sampled_from([1, 3, 64])),
+            async_scheduling=draw(st.booleans()),
         ),
     )
     return config, wanted

@@ -5,23 +5,38 @@ import sys
 
 import pytest
 import torch
-from epd_backend import cpu
+from epd_backend import cpu, weights
 from torch import nn
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 32, 33])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear(rows, bias, dtype):
+def test_linear(rows, bias):
     torch.manual_seed(rows)
-    layer, x = nn.Linear(48, 80, bias=bias, dtype=dtype), torch.randn(1, rows, 48, dtype=dtype)
+    layer, x = nn.Linear(48, 80, bias=bias), torch.randn(1, rows, 48)
     with torch.inference_mode():
         expected = layer(x)
         cpu.speed_up(layer)
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
-        every_other = torch.randn(1, rows, 96, dtype=dtype)[..., ::2]
+        every_other = torch.randn(1, rows, 96)[..., ::2]
         torch.testing.assert_close(layer(every_other), nn.functional.linear(every_other, layer.weight, layer.bias))
     assert type(layer) is cpu.Linear
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_linear(rows, bias):
+    torch.manual_seed(rows)
+    layer = nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(1, rows, 96, dtype=torch.bfloat16)[..., ::2]
+    with torch.inference_mode():
+        expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        held = weights.weight_bytes(layer)
+        cpu.speed_up(layer)
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-2, atol=1e-2)
+    assert type(layer) is cpu.PackedLinear
+    assert weights.weight_bytes(layer) == held
 
 
 @pytest.mark.parametrize("size", [(2, 14, 14), (4, 28, 28)])

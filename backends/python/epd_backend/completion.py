@@ -28,14 +28,15 @@ class Completion:
             self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Post the job when the current stream of every device has come this far."""
+        """Post the job when the current stream of every device, and the job's own, have come this far."""
         if self._thread is None:
             self._post(job)
             return
+        streams = [torch.cuda.current_stream(device) for device in self._gpus]
         events = []
-        for device in self._gpus:
+        for stream in (*streams, job.copies) if job.copies else streams:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+            event.record(stream)
             events.append(event)
         self._launched.put((job, events))
 

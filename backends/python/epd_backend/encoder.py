@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -37,14 +38,16 @@ class EncodeExecutor:
         self._arenas = arenas
         # The Pillow backend: no torchvision, and equal results on every machine.
         self._processor = AutoImageProcessor.from_pretrained(config.model, backend="pil")  # type: ignore[no-untyped-call]
+        self.copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def run(self, plan: EncodePlan, media: Sequence[bytes | memoryview]) -> dict[int, str]:
         """Encode the plan's units in one batch and write their embeddings into its arena.
 
         `media` has the encoded image of each unit. Returns why units failed through their media's fault, by index in
-        `plan.units`; the others are encoded all the same. On a GPU the work has been launched on the current stream,
-        not finished. Raises EncodeError.
+        `plan.units`; the others are encoded all the same. On a GPU the work has been launched, not finished: its end
+        is that of `copies`, a stream of their own for the embeddings' copies, beside the next plan's computation.
+        Raises EncodeError.
         """
         errors: dict[int, str] = {}
         good: list[EncodeUnit] = []
@@ -57,10 +60,23 @@ class EncodeExecutor:
                 errors[index] = str(error)
         if good:
             arena = self._arenas.open(plan.arena)
-            for unit, embedding in zip(good, self._encode(inputs), strict=True):
-                _check(unit, embedding, arena)
-                _write(arena, unit.blocks, embedding.to(arena.dtype))
+            embeddings = self._encode(inputs)
+            with self._copying(embeddings):
+                for unit, embedding in zip(good, embeddings, strict=True):
+                    _check(unit, embedding, arena)
+                    _write(arena, unit.blocks, embedding.to(arena.dtype))
         return errors
+
+    @contextlib.contextmanager
+    def _copying(self, embeddings: Sequence[torch.Tensor]) -> Iterator[None]:
+        if self.copies is None:
+            yield
+            return
+        self.copies.wait_stream(torch.cuda.current_stream(self.copies.device))
+        with torch.cuda.stream(self.copies):
+            yield
+        for embedding in embeddings:
+            embedding.record_stream(self.copies)  # their memory is not reused before they are copied
 
     def _prepare(self, data: bytes | memoryview) -> dict[str, torch.Tensor]:
         """Pixels and their description of one image, as the model takes them. Raises ValueError."""

@@ -31,6 +31,7 @@ class Job:
     forward: Forward | None = None  # BatchPlan: between stages
     samples: tuple[Sample, ...] = ()
     unit_errors: dict[int, str] | None = None
+    copies: torch.cuda.Stream | None = None  # EncodePlan on a GPU: where its last work was launched
     error: str | None = None
 
 

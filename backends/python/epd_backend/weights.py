@@ -76,7 +76,8 @@ def load_part(
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers that a model holds; tied ones count once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    packed = [module.packed for module in model.modules() if isinstance(module, cpu.PackedLinear)]
+    return sum(t.numel() * t.element_size() for t in (*tensors.values(), *packed))
 
 
 def _keep_layers(model: Any, family: Family, first: int, end: int) -> None:

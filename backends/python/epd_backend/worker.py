@@ -149,6 +149,7 @@ class Worker:
         if isinstance(executor, LanguageExecutor):
             executor.step(index, job)
         elif index == 0 and isinstance(job.plan, EncodePlan):
+            job.copies = executor.copies
             job.unit_errors = executor.run(job.plan, list(job.media))
 
     def _finish(self, job: Job) -> None:

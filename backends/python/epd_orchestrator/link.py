@@ -32,8 +32,9 @@ class Call(msgspec.Struct, frozen=True):
 class Link:
     """One instance. `info` is None while it is not known to be alive and idle: until its hello, and after a loss."""
 
-    def __init__(self, name: str, lock: threading.RLock) -> None:
+    def __init__(self, name: str, lock: threading.RLock, *, async_scheduling: bool) -> None:
         self.name = name
+        self._ahead = int(async_scheduling)  # plans in its window beside one a pipeline stage
         self.wake = threading.Condition(lock)
         self.info: WorkerInfo | None = None
         self.outbox: list[Parcel] = []
@@ -85,7 +86,7 @@ class Link:
             return None
         parcels, self.outbox = self.outbox, []
         self.submitted.update(parcel.plan.id for parcel in parcels)
-        room = len(self.submitted) <= self.info.stages
+        room = len(self.submitted) < self.info.stages + self._ahead
         media, where = _join(parcels)
         plans = tuple(parcel.plan for parcel in parcels)
         return self._begin(now, Exchange(plans, where, WAIT_ROOM_S if room else WAIT_FULL_S), media)
@@ -93,7 +94,7 @@ class Link:
     def pause(self, now: float) -> float:
         """How long to sleep until `next_call` may have something, seconds."""
         due = self.next_hello if self.info is None else self.replied + HEARTBEAT_S
-        return max(0.001, due - now)
+        return max(0.01, due - now)
 
     def _begin(self, now: float, exchange: Exchange, media: bytes = b"") -> Call:
         self.calling = True
