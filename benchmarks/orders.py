@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the orders fcfs, edf and rps on this host.")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
     parser.add_argument("--count", type=int, default=100, help="requests an order")
-    parser.add_argument("--budget", type=int, default=96, help="scheduler.token_budget")
+    parser.add_argument("--budget", type=int, default=128, help="scheduler.token_budget")
     parser.add_argument("--orders", nargs="+", default=["fcfs", "edf", "rps"])
     parser.add_argument("--out", type=Path, default=BUILD / "orders.json")
     args = parser.parse_args()
