@@ -119,7 +119,7 @@ class _Batch:
         self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count
-        sequence.begin(self.now)
+        self.core.life.begin(sequence, self.now)
         if sequence.phase == "queued":
             self.core.order.served(sequence, count)
         if opened:
@@ -171,7 +171,8 @@ def _advance(core: Core, instance: Instance, row: RowFlight, outcome: Outcome) -
         core.counters.decoded_tokens += 1
         sequence.decode_since = sequence.decode_since or outcome.start
         return
-    core.counters.prefilled_tokens += row.count
+    prefilled = core.counters.prefilled
+    prefilled[sequence.klass] = prefilled.get(sequence.klass, 0) + row.count
     detail = {"first": row.start, "tokens": row.count}
     sequence.timeline.append(Span("prefill", outcome.start, outcome.end, instance.name, detail))
     if row.pool:
