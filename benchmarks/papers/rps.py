@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from common import curves, plt, profile, publish, save, simulate, table
 from epd_scheduler.config import RPSConfig, SchedulerConfig, SLOConfig
+from epd_scheduler.impact import ImpactEstimator
 from epd_scheduler.metrics_summary import RequestResult, goodput
-from epd_scheduler.profile import ImpactEstimator
 from epd_scheduler.request import CLASSES
 from epd_scheduler.simulation.engine import Run
 from epd_scheduler.simulation.images import Grid
@@ -53,7 +53,7 @@ class Bench:
 
     def __init__(self) -> None:
         model = profile("qwen2.5-vl-7b-a100")
-        self.estimator = ImpactEstimator(model, C, BUDGET)
+        self.estimator = ImpactEstimator(model, SchedulerConfig(encode_tokens=C, token_budget=BUDGET, overlap="none"))
         sample = generate(MIXES["heavy"], rate=1.0, count=2000, seed=1)
         centres = train([self.estimator.estimate(*self._size(spec)) for spec in sample])
         self.model = msgspec.structs.replace(model, centres=centres)

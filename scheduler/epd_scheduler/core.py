@@ -76,7 +76,7 @@ class Core:
         """Queue a request. Raises RefusedError if it can never be served or nobody is there to serve it."""
         self.memory.check_fits(request)
         sequence = Sequence(request)
-        sequence.klass, sequence.deadline = self._assessor.assess(request)
+        sequence.klass, sequence.deadline = self._assessor.assess(request, apart=self._encodes_apart())
         sequence.reserves = self.order.protects(sequence.klass) and self.memory.fits_at_once(request)
         if reason := self.unserved(sequence):
             raise RefusedError("unavailable", reason)
@@ -194,6 +194,11 @@ class Core:
                 self._life.requeue(sequence, now, "lost")
                 sequence.prefill = None
         return instance
+
+    def _encodes_apart(self) -> bool:
+        """True if encoders and prefill instances share no device."""
+        encode, prefill = ({instance.info.device for instance in self.doing(role)} for role in ("encode", "prefill"))
+        return encode.isdisjoint(prefill)
 
     def _kv_pool(self, arenas: tuple[ArenaInfo, ...]) -> BlockPool | None:
         """Instances that share arenas share the pool, so that a hand-over between them moves no byte."""

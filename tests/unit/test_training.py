@@ -3,7 +3,9 @@
 import math
 
 import pytest
-from epd_scheduler.profile import Centre, EncodeCost, ForwardCost, Impact, ImpactEstimator, Profile, ProfileError
+from epd_scheduler.config import SchedulerConfig
+from epd_scheduler.impact import Impact, ImpactEstimator
+from epd_scheduler.profile import Centre, EncodeCost, ForwardCost, Profile, ProfileError
 from epd_scheduler.training import train
 
 # One millisecond an embedding row, 0.1 ms a prompt token: an image of 256 rows is far from a line of text.
@@ -15,7 +17,7 @@ PROFILE = Profile(
     kv_bytes_token=1000,
     embedding_bytes_row=1000,
 )
-ESTIMATOR = ImpactEstimator(PROFILE, encode_tokens=256, token_budget=512)
+ESTIMATOR = ImpactEstimator(PROFILE, SchedulerConfig(encode_tokens=256, token_budget=512))
 
 TEXTS = [ESTIMATOR.estimate(tokens, 32, ()) for tokens in (20, 40, 60, 80)]
 IMAGES = [ESTIMATOR.estimate(rows + 20, 32, (rows,)) for rows in (200, 256, 300)]
