@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 from common import curves, plt, profile, publish, save, simulate, table
-from epd_scheduler.config import RPSConfig, SchedulerConfig, SLOConfig
+from epd_scheduler.config import SchedulerConfig, SLOConfig
 from epd_scheduler.impact import ImpactEstimator
 from epd_scheduler.metrics_summary import RequestResult, goodput
 from epd_scheduler.request import CLASSES
@@ -26,7 +26,6 @@ GOODPUT_SECONDS = 200  # of arrivals at each rate that the search for the goodpu
 BUDGET, C = 512, 256
 KV_BLOCKS = 16_384  # 262,144 tokens, 15 GB: what weights and activations leave of 40 GB
 SLO = SLOConfig(floor=0.5, scale=5.0)  # a request's deadline: five times its time alone, half a second at least
-AGING = RPSConfig(pebble_delay=5.0, rock_delay=60.0)  # several times what a pebble and a rock take alone
 
 TEXT = Kind(name="text", share=1, text_tokens=(16, 2048), output_tokens=(16, 256))
 IMAGE = Kind(
@@ -72,7 +71,6 @@ class Bench:
             token_budget=BUDGET,
             max_rows=256,
             slo=SLO,
-            rps=AGING,
         )
         return simulate(
             specs,

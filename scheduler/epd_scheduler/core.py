@@ -36,7 +36,7 @@ class Core:
         Raises ProfileError if the order needs a profile and there is none.
         """
         self.config = config
-        self.order: Order = make_order(config.scheduler)
+        self.order: Order = make_order(config.scheduler, profile)
         self._assessor = Assessor(config.scheduler, profile)
         self.instances: dict[str, Instance] = {}
         self.sequences: dict[int, Sequence] = {}  # all that have not ended
@@ -220,8 +220,8 @@ class Core:
         return EmbeddingPool(arena)
 
 
-def make_order(config: SchedulerConfig) -> Order:
+def make_order(config: SchedulerConfig, profile: Profile | None) -> Order:
     """The policy that the configuration names."""
     if config.order == "rps":
-        return RPS(config.rps, config.token_budget)
+        return RPS(config.rps, config.token_budget, profile)
     return EDF() if config.order == "edf" else FCFS()
