@@ -42,17 +42,23 @@ class _Batch:
         self.flights: list[RowFlight] = []
 
     def add_decodes(self) -> None:
-        """One token for each decoding sequence. With pipeline stages the sequences are spread over micro-batches."""
+        """One token for each decoding sequence, for the first in rank if there are more than rows.
+
+        With pipeline stages the sequences are spread over micro-batches.
+        """
         stages = self.instance.info.stages
         most = min(self.core.config.scheduler.max_rows, self.budget)
         if stages > 1:
             most = min(most, -(-len(self.instance.decoding) // stages))
         ahead = 2 if stages == 1 else 1  # rows in flight a sequence: the next one may name the last sampled token
-        for sequence in list(self.instance.decoding.values()):
+        free = [s for s in self.instance.decoding.values() if s.unsampled < ahead and s.wants_more]
+        if len(free) > most:
+            free.sort(key=lambda sequence: sequence.rank)
+        for sequence in free:
             if len(self.rows) >= most:
                 break
-            if sequence.phase != "decode" or sequence.unsampled >= ahead or not sequence.wants_more:
-                continue
+            if sequence.phase != "decode":
+                continue  # preempted for one before it
             if self.core.memory.room_for(sequence, self.instance, 1, self.now):
                 self._add(sequence, 1)
 
