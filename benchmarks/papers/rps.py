@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 from common import curves, plt, profile, publish, save, simulate, table
-from epd_scheduler.config import RPSConfig, SchedulerConfig, SLOConfig
+from epd_scheduler.config import SchedulerConfig, SLOConfig
+from epd_scheduler.impact import ImpactEstimator
 from epd_scheduler.metrics_summary import RequestResult, goodput
-from epd_scheduler.profile import ImpactEstimator
 from epd_scheduler.request import CLASSES
 from epd_scheduler.simulation.engine import Run
 from epd_scheduler.simulation.images import Grid
@@ -26,7 +26,6 @@ GOODPUT_SECONDS = 200  # of arrivals at each rate that the search for the goodpu
 BUDGET, C = 512, 256
 KV_BLOCKS = 16_384  # 262,144 tokens, 15 GB: what weights and activations leave of 40 GB
 SLO = SLOConfig(floor=0.5, scale=5.0)  # a request's deadline: five times its time alone, half a second at least
-AGING = RPSConfig(pebble_delay=5.0, rock_delay=60.0)  # several times what a pebble and a rock take alone
 
 TEXT = Kind(name="text", share=1, text_tokens=(16, 2048), output_tokens=(16, 256))
 IMAGE = Kind(
@@ -53,7 +52,7 @@ class Bench:
 
     def __init__(self) -> None:
         model = profile("qwen2.5-vl-7b-a100")
-        self.estimator = ImpactEstimator(model, C, BUDGET)
+        self.estimator = ImpactEstimator(model, SchedulerConfig(encode_tokens=C, token_budget=BUDGET, overlap="none"))
         sample = generate(MIXES["heavy"], rate=1.0, count=2000, seed=1)
         centres = train([self.estimator.estimate(*self._size(spec)) for spec in sample])
         self.model = msgspec.structs.replace(model, centres=centres)
@@ -72,7 +71,6 @@ class Bench:
             token_budget=BUDGET,
             max_rows=256,
             slo=SLO,
-            rps=AGING,
         )
         return simulate(
             specs,

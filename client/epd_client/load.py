@@ -128,7 +128,7 @@ async def _one(
     seen.sent = time.monotonic() - start
     try:
         await asyncio.wait_for(_stream(client, request, start, seen), timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         seen.error = f"DEADLINE_EXCEEDED: no complete answer within {timeout_s:.0f} s"
     except InferenceServerException as error:
         wrapped = as_epd_error(error, url)

@@ -128,6 +128,7 @@ def profile(
     """Measure what encoding, prefill and decoding cost on an idle server, and write the profile of model and host."""
     from epd_scheduler.config import ConfigError
     from epd_scheduler.config import load as load_config
+    from epd_scheduler.impact import ImpactEstimator
     from epd_scheduler.profile import ProfileError, save_profile
     from epd_scheduler.workload import WorkloadError, generate, load_mix
 
@@ -153,7 +154,8 @@ def profile(
             fits = builder.fit(profiler.collect(repeats, step))
             made = builder.build(fits, model, settings, mix, layout, builder.this_host(note))
             specs = generate(mix, rate=1.0, count=checks, seed=1)
-            predictions = builder.check(profiler, builder.estimator_of(made, settings), layout, specs, step)
+            estimator = ImpactEstimator(made, settings.scheduler)
+            predictions = builder.check(profiler, estimator, layout, specs, step)
     except (EpdError, InstallError, LaunchError, ConfigError, ProfileError, WorkloadError, OSError) as error:
         _fail(str(error))
     out.parent.mkdir(parents=True, exist_ok=True)

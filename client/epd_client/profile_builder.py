@@ -16,7 +16,8 @@ import numpy as np
 from epd_backend import families
 from epd_scheduler.config import Config
 from epd_scheduler.fitting import Fit, fit_encode, fit_forward, fit_migrate
-from epd_scheduler.profile import EncodeCost, ForwardCost, Impact, ImpactEstimator, MigrateCost, Profile
+from epd_scheduler.impact import Impact, ImpactEstimator
+from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile
 from epd_scheduler.training import train
 from epd_scheduler.workload import Mix, RequestSpec, generate
 from rich.table import Table
@@ -110,13 +111,8 @@ def build(fits: Fits, model: Mapping[str, Any], config: Config, mix: Mix, layout
         f"cost models: {errors}; classes trained on the mix '{mix.name}'",
     )
     specs = generate(mix, rate=1.0, count=TRAINING_REQUESTS)
-    estimator = estimator_of(profile, config)
+    estimator = ImpactEstimator(profile, config.scheduler)
     return msgspec.structs.replace(profile, centres=train([impact(spec, estimator, layout) for spec in specs]))
-
-
-def estimator_of(profile: Profile, config: Config) -> ImpactEstimator:
-    """The estimator as the server has it."""
-    return ImpactEstimator(profile, config.scheduler.encode_tokens, config.scheduler.token_budget)
 
 
 def impact(spec: RequestSpec, estimator: ImpactEstimator, layout: Layout) -> Impact:

@@ -42,17 +42,23 @@ class _Batch:
         self.flights: list[RowFlight] = []
 
     def add_decodes(self) -> None:
-        """One token for each decoding sequence. With pipeline stages the sequences are spread over micro-batches."""
+        """One token for each decoding sequence, for the first in rank if there are more than rows.
+
+        With pipeline stages the sequences are spread over micro-batches.
+        """
         stages = self.instance.info.stages
         most = min(self.core.config.scheduler.max_rows, self.budget)
         if stages > 1:
             most = min(most, -(-len(self.instance.decoding) // stages))
         ahead = 2 if stages == 1 else 1  # rows in flight a sequence: the next one may name the last sampled token
-        for sequence in list(self.instance.decoding.values()):
+        free = [s for s in self.instance.decoding.values() if s.unsampled < ahead and s.wants_more]
+        if len(free) > most:
+            free.sort(key=lambda sequence: sequence.rank)
+        for sequence in free:
             if len(self.rows) >= most:
                 break
-            if sequence.phase != "decode" or sequence.unsampled >= ahead or not sequence.wants_more:
-                continue
+            if sequence.phase != "decode":
+                continue  # preempted for one before it
             if self.core.memory.room_for(sequence, self.instance, 1, self.now):
                 self._add(sequence, 1)
 
@@ -119,7 +125,7 @@ class _Batch:
         self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count
-        sequence.begin(self.now)
+        self.core.life.begin(sequence, self.now)
         if sequence.phase == "queued":
             self.core.order.served(sequence, count)
         if opened:
@@ -171,7 +177,8 @@ def _advance(core: Core, instance: Instance, row: RowFlight, outcome: Outcome) -
         core.counters.decoded_tokens += 1
         sequence.decode_since = sequence.decode_since or outcome.start
         return
-    core.counters.prefilled_tokens += row.count
+    prefilled = core.counters.prefilled
+    prefilled[sequence.klass] = prefilled.get(sequence.klass, 0) + row.count
     detail = {"first": row.start, "tokens": row.count}
     sequence.timeline.append(Span("prefill", outcome.start, outcome.end, instance.name, detail))
     if row.pool:

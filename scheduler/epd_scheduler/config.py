@@ -53,8 +53,8 @@ class RPSConfig(Section, frozen=True):
     """Order `rps`: sand before pebbles before rocks, with aging."""
 
     classifier: Literal["impact", "modality"] = "impact"  # trained clusters of the profile, or the number of images
-    pebble_delay: AtLeastZero = 1.0  # seconds: a pebble outranks sand that came so much later
-    rock_delay: AtLeastZero = 10.0
+    pebble_delay: AtLeastZero | None = None  # seconds: a pebble outranks sand that came so much later; None: derived
+    rock_delay: AtLeastZero | None = None
     share: Share = 0.1  # of the prompt tokens, due to waiting pebbles and to waiting rocks whatever their rank
 
 

@@ -36,7 +36,7 @@ class Core:
         Raises ProfileError if the order needs a profile and there is none.
         """
         self.config = config
-        self.order: Order = make_order(config.scheduler)
+        self.order: Order = make_order(config.scheduler, profile)
         self._assessor = Assessor(config.scheduler, profile)
         self.instances: dict[str, Instance] = {}
         self.sequences: dict[int, Sequence] = {}  # all that have not ended
@@ -89,7 +89,7 @@ class Core:
         """Queue a request. Raises RefusedError if it can never be served or nobody is there to serve it."""
         self.memory.check_fits(request)
         sequence = Sequence(request)
-        sequence.klass, sequence.deadline = self._assessor.assess(request)
+        sequence.klass, sequence.deadline = self._assessor.assess(request, apart=self._encodes_apart())
         sequence.reserves = self.order.protects(sequence.klass) and self.memory.fits_at_once(request)
         if reason := self.unserved(sequence):
             raise RefusedError("unavailable", reason)
@@ -211,6 +211,11 @@ class Core:
                 sequence.prefill = None
         return instance
 
+    def _encodes_apart(self) -> bool:
+        """True if encoders and prefill instances share no device."""
+        encode, prefill = ({instance.info.device for instance in self.doing(role)} for role in ("encode", "prefill"))
+        return encode.isdisjoint(prefill)
+
     def _kv_pool(self, arenas: tuple[ArenaInfo, ...]) -> BlockPool | None:
         """Instances that share arenas share the pool, so that a hand-over between them moves no byte."""
         if not arenas:
@@ -236,8 +241,8 @@ class Core:
         yield from self._undead
 
 
-def make_order(config: SchedulerConfig) -> Order:
+def make_order(config: SchedulerConfig, profile: Profile | None) -> Order:
     """The policy that the configuration names."""
     if config.order == "rps":
-        return RPS(config.rps, config.token_budget)
+        return RPS(config.rps, config.token_budget, profile)
     return EDF() if config.order == "edf" else FCFS()

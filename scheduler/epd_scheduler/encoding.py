@@ -62,7 +62,7 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
     pool = sequence.lives_at
     assert pool is not None
     plan = EncodePlan(core.new_plan_id(), encoder.name, pool.arena, tuple(gathered), encoder.close_now())
-    sequence.begin(now)
+    core.life.begin(sequence, now)
     core.submit(encoder, Flight(plan, now, embeddings=embeddings, pool=pool))
     return True
 

@@ -1,4 +1,4 @@
-"""How sequences end, are preempted, and how plans are forgotten."""
+"""How sequences begin, end, are preempted, and how plans are forgotten."""
 
 from __future__ import annotations
 
@@ -24,13 +24,20 @@ class Lifecycle:
         events, self._events = self._events, []
         return events
 
+    def begin(self, sequence: Sequence, now: float) -> None:
+        """A plan is made for a sequence: its waiting ends."""
+        if not sequence.started:
+            sequence.started = True
+            self._core.counters.waits.append((sequence.klass, now - sequence.request.arrival))
+        sequence.end_wait(now)
+
     def token(self, event: TokenEvent) -> None:
         """Report a generated token."""
         self._events.append(event)
 
     def end(self, sequence: Sequence, now: float, reason: EndReason, message: str = "") -> None:
         """The only way out of the core."""
-        sequence.begin(now)
+        sequence.end_wait(now)
         self._mark_phase_end(sequence, now)
         self._detach(sequence)
         sequence.phase = "ended"
@@ -52,7 +59,7 @@ class Lifecycle:
         self._detach(sequence)
         sequence.epoch += 1
         sequence.computed = sequence.scheduled = sequence.unsampled = 0
-        sequence.begin(now)  # if it was waiting already
+        sequence.end_wait(now)
         sequence.waiting_for, sequence.waiting_since = why, now
         sequence.phase = "queued"
         self._core.order.add(sequence)

@@ -5,13 +5,13 @@ All times are seconds, all coefficients are at least zero, so every cost grows w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from epd_scheduler.config import SchedulerConfig
-from epd_scheduler.request import Class, Request
+from epd_scheduler.request import Class
 
 VERSION = 1
 
@@ -120,40 +120,3 @@ def configured_profile(config: SchedulerConfig) -> Profile | None:
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as YAML."""
     Path(path).write_bytes(msgspec.yaml.encode(profile))
-
-
-class Impact(msgspec.Struct, frozen=True):
-    """What a request will cost, estimated from its metadata alone (RPS-Serve's impact estimator)."""
-
-    prefill_s: float  # encoding and prefill, alone on an idle server
-    kv_bytes: float  # prompt and output
-
-
-class ImpactEstimator:
-    """Time and memory of a request before any of it has run."""
-
-    def __init__(self, profile: Profile, encode_tokens: int, token_budget: int) -> None:
-        self._profile = profile
-        self._encode_tokens = encode_tokens
-        self._token_budget = token_budget
-
-    def estimate(self, prompt_tokens: int, max_tokens: int, unit_rows: Sequence[int]) -> Impact:
-        """Encoding in batches of C tokens, then prefill in chunks of B tokens, without overlap."""
-        seconds, batch, rows = 0.0, list[int](), 0
-        for count in unit_rows:
-            batch.append(count)
-            rows += count
-            if rows >= self._encode_tokens:
-                seconds += self._profile.encode.seconds(batch)
-                batch, rows = [], 0
-        if batch:
-            seconds += self._profile.encode.seconds(batch)
-        for start in range(0, prompt_tokens, self._token_budget):
-            chunk = min(self._token_budget, prompt_tokens - start)
-            seconds += self._profile.forward.seconds([(start, chunk)])
-        return Impact(seconds, float((prompt_tokens + max_tokens) * self._profile.kv_bytes_token))
-
-    def estimate_request(self, request: Request) -> Impact:
-        """The same of a request as the core gets it."""
-        rows = [rows for item in request.items for rows in item.units]
-        return self.estimate(len(request.tokens), request.max_tokens, rows)

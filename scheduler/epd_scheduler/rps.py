@@ -14,8 +14,23 @@ from collections.abc import Iterator
 
 from epd_scheduler.config import RPSConfig
 from epd_scheduler.order import SortedQueue
+from epd_scheduler.profile import Profile
 from epd_scheduler.request import CLASSES, Class
 from epd_scheduler.sequence import Rank, Sequence
+
+PATIENCE = 20  # a derived delay is so many times what a typical request of the class takes alone
+
+
+def delays(config: RPSConfig, profile: Profile | None) -> dict[Class, float]:
+    """Seconds that a class's rank adds to the arrival: as configured, or derived from the profile's classes.
+
+    A typical request is the centre of its class. Classes by modality say nothing of time: 1 and 10 s.
+    """
+    derived: dict[Class, float] = {"pebble": 1.0, "rock": 10.0}
+    if profile and config.classifier == "impact":
+        derived.update({centre.name: PATIENCE * 10**centre.log_prefill for centre in profile.centres})
+    configured: dict[Class, float | None] = {"sand": 0.0, "pebble": config.pebble_delay, "rock": config.rock_delay}
+    return {name: derived[name] if delay is None else delay for name, delay in configured.items()}
 
 
 def _rank(sequence: Sequence) -> Rank:
@@ -29,8 +44,9 @@ def _deadline(sequence: Sequence) -> Rank:
 class RPS:
     """The order of RPS-Serve (section 4: queue manager, priority regulator)."""
 
-    def __init__(self, config: RPSConfig, token_budget: int) -> None:
-        self._delay: dict[Class, float] = {"sand": 0.0, "pebble": config.pebble_delay, "rock": config.rock_delay}
+    def __init__(self, config: RPSConfig, token_budget: int, profile: Profile | None = None) -> None:
+        """`profile` gives the delays that the configuration does not state."""
+        self._delay = delays(config, profile)
         self._share = config.share
         self._budget = token_budget
         self._all = SortedQueue(_rank)

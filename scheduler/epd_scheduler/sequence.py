@@ -48,6 +48,7 @@ class Sequence:
         self.prefill: Instance | None = None  # where its embeddings and its prefill KV go
         self.sampler_at: Instance | None = None  # which instance holds its sampler state
         self.timeline: list[Span] = []
+        self.started = False  # a plan was made for it
         self.waiting_for: str | None = "queued"  # name of the span that ends when the next plan is made for it
         self.waiting_since = request.arrival
         self.decode_since = 0.0
@@ -77,8 +78,8 @@ class Sequence:
         """True once it has started with all its memory reserved."""
         return self.reserves and self.scheduled > 0
 
-    def begin(self, now: float) -> None:
-        """A plan is made for the sequence: its waiting ends."""
+    def end_wait(self, now: float) -> None:
+        """Note how long the sequence has waited, if it was waiting."""
         if self.waiting_for:
             self.timeline.append(Span(self.waiting_for, self.waiting_since, now))
             self.waiting_for = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from epd_scheduler.request import Class
+
 if TYPE_CHECKING:
     from epd_scheduler.core import Core
 
@@ -14,7 +16,7 @@ class Stats:
     """Counters since the start; the gauges below them are filled in by `snapshot`."""
 
     encoded_tokens: int = 0
-    prefilled_tokens: int = 0
+    prefilled: dict[Class, int] = field(default_factory=dict)  # tokens, by class
     decoded_tokens: int = 0
     encode_batches: int = 0
     batches: int = 0
@@ -22,8 +24,11 @@ class Stats:
     migrations: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)  # by class
     ends: dict[str, int] = field(default_factory=dict)  # by reason
+    waits: list[tuple[Class, float]] = field(default_factory=list)  # arrival to first plan, s; since the last snapshot
 
     queued: int = 0  # waiting for encoding or prefill
+    waiting: dict[Class, int] = field(default_factory=dict)  # the same, by class
+    oldest: dict[Class, float] = field(default_factory=dict)  # arrival of the first of them, time.monotonic() seconds
     running: int = 0  # in hand-over or decode
     kv_blocks: int = 0
     kv_blocks_used: int = 0
@@ -31,6 +36,11 @@ class Stats:
     embedding_blocks_used: int = 0
     in_flight: int = 0  # plans
     emulated: int = 0  # instances
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Of all classes."""
+        return sum(self.prefilled.values())
 
     def preempted(self, klass: str) -> None:
         """Count a preemption."""
@@ -41,14 +51,26 @@ class Stats:
         self.ends[reason] = self.ends.get(reason, 0) + 1
 
     def snapshot(self, core: Core) -> Stats:
-        """A copy with the gauges as they are now."""
+        """A copy with the gauges as they are now. It takes `waits` along: the next copy has those that end later."""
+        waits, self.waits = self.waits, []
+        waiting: dict[Class, int] = {}
+        oldest: dict[Class, float] = {}
+        for sequence in core.sequences.values():
+            if sequence.phase == "queued":
+                klass, arrival = sequence.klass, sequence.request.arrival
+                waiting[klass] = waiting.get(klass, 0) + 1
+                oldest[klass] = min(oldest.get(klass, arrival), arrival)
         kv = {i.kv.id: i.kv for i in core.instances.values() if i.kv}.values()
         embeddings = {i.embeddings.arena.id: i.embeddings for i in core.instances.values() if i.embeddings}.values()
         return replace(
             self,
             ends=dict(self.ends),
             preemptions=dict(self.preemptions),
+            prefilled=dict(self.prefilled),
+            waits=waits,
             queued=len(core.order),
+            waiting=waiting,
+            oldest=oldest,
             running=len(core.sequences) - len(core.order),
             kv_blocks=sum(pool.size for pool in kv),
             kv_blocks_used=sum(pool.size - pool.free for pool in kv),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from sklearn.cluster import KMeans
 
-from epd_scheduler.profile import Centre, Impact, ProfileError
+from epd_scheduler.impact import Impact
+from epd_scheduler.profile import Centre, ProfileError
 from epd_scheduler.request import CLASSES
 
 

@@ -5,7 +5,6 @@ A workload says how large requests are, not what is in them; the same seed gives
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,11 +92,6 @@ def load_trace(path: str | Path) -> list[RequestSpec]:
     if not specs:
         raise WorkloadError(f"{path} is empty; a line is one request, e.g. {_EXAMPLE}")
     return sorted(specs, key=lambda spec: spec.at)
-
-
-def save_trace(specs: Sequence[RequestSpec], path: str | Path) -> None:
-    """Write a trace that `load_trace` reads."""
-    Path(path).write_bytes(msgspec.json.Encoder().encode_lines(specs))
 
 
 _EXAMPLE = '{"at": 0.5, "kind": "image", "text_tokens": 20, "output_tokens": 8, "images": [[448, 448]]}'

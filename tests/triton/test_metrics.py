@@ -40,6 +40,8 @@ def test_counters_and_histograms(server: Server, client: Client) -> None:
     for histogram in ("epd_time_to_first_token_seconds", "epd_request_seconds"):
         assert change[f"{histogram}_count"] == ANSWERS
         assert change[f'{histogram}_bucket{{le="+Inf"}}'] == ANSWERS
+    assert change['epd_class_wait_seconds_count{class="sand"}'] == ANSWERS
+    assert change['epd_class_tokens_total{class="sand"}'] == change['epd_tokens_total{stage="prefill"}']
     assert 0 < change["epd_inter_token_seconds_count"] <= tokens - ANSWERS
     first, whole = change["epd_time_to_first_token_seconds_sum"], change["epd_request_seconds_sum"]
     assert 0 < first < whole <= sum(answer.total_s for answer in answers)
@@ -52,6 +54,8 @@ def test_images_are_counted_in_embedding_rows(server: Server, client: Client) ->
     assert answer.text == READING[:IMAGES]
     assert change['epd_requests_total{reason="stop"}'] == 1
     assert change['epd_tokens_total{stage="prefill"}'] == answer.num_input_tokens
+    assert change['epd_class_tokens_total{class="rock"}'] == answer.num_input_tokens
+    assert change['epd_class_wait_seconds_count{class="rock"}'] == 1
     assert change['epd_tokens_total{stage="encode"}'] in range(0, 4 * IMAGES + 1, 4)  # less what was still in the cache
 
 
@@ -75,6 +79,7 @@ def test_use_is_seen_while_it_lasts(server: Server, client: Client) -> None:
     generation.cancel()
     assert seen["epd_requests_running"] == 1
     assert 0 < seen["epd_kv_usage"] < 1
+    assert seen['epd_class_waiting{class="sand"}'] == seen['epd_class_oldest_seconds{class="sand"}'] == 0
     wait_until_idle(server)
 
 
@@ -87,6 +92,10 @@ def test_each_metric_says_what_it_is(server: Server, client: Client) -> None:
         "epd_tokens_total",
         "epd_batches_total",
         "epd_migrations_total",
+        "epd_class_waiting",
+        "epd_class_oldest_seconds",
+        "epd_class_tokens_total",
+        "epd_class_wait_seconds_bucket",
         "epd_requests_waiting",
         "epd_requests_running",
         "epd_kv_usage",

@@ -333,5 +333,9 @@ def test_metrics_add_up(world: World) -> None:
     assert total("epd_requests_total", reason="invalid_argument") == 1
     assert total("epd_tokens_total", stage="prefill") == 3
     assert total("epd_tokens_total", stage="decode") == 12
+    assert total("epd_class_tokens_total", **{"class": "sand"}) == 3
+    waits = [value for value in world.values if value.family == "epd_class_wait_seconds"]
+    assert [value.labels for value in waits] == [{"class": "sand"}] * 3
+    assert all(0 <= value.value < 10 for value in waits)
     assert len([value for value in world.values if value.family == "epd_time_to_first_token_seconds"]) == 3
     assert len([value for value in world.values if value.family == "epd_inter_token_seconds"]) == 12

@@ -43,7 +43,7 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
 
 def test_keys_that_the_page_names_exist() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
-    named = set(re.findall(r"`((?:kv|embedding|scheduler|limits)\.\w+)", page))
+    named = set(re.findall(r"`((?:kv|embedding|scheduler|limits)\.[\w.]+)", page))
     assert named
     assert named <= keys(Config)
 

@@ -10,7 +10,8 @@ from epd_client.profiling import Profiler, Samples, decode_sample
 from epd_client.timeline import Span, Timeline
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, LimitsConfig
 from epd_scheduler.fitting import EncodeSample, ForwardSample, MigrateSample
-from epd_scheduler.profile import ImpactEstimator, load_profile, save_profile
+from epd_scheduler.impact import ImpactEstimator
+from epd_scheduler.profile import load_profile, save_profile
 from epd_scheduler.workload import RequestSpec, load_mix
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,6 @@ def test_a_profile_is_built_written_and_read_back(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "profile.yaml") == profile
     assert (profile.model, profile.device) == ("digits-vl", "a test")
     assert [centre.name for centre in profile.centres] == ["sand", "pebble", "rock"]
-    impact = ImpactEstimator(profile, 256, 512).estimate(1000, 24, (64, 64))
+    impact = ImpactEstimator(profile, config.scheduler).estimate(1000, 24, (64, 64))
     assert impact.prefill_s == pytest.approx(0.128 + 0.1, rel=1e-3)
     assert impact.kv_bytes == 1024 * profile.kv_bytes_token

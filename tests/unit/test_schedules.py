@@ -156,6 +156,30 @@ def test_decode_goes_on_while_another_request_is_prefilled() -> None:
     ]
 
 
+def test_decode_rows_go_by_rank_when_there_are_more_than_fit() -> None:
+    """Two rows for three sequences: the last to arrive has the nearest deadline and does not wait behind the others."""
+    table = Table("e-p-d", order="edf", max_rows=2)
+    for seq, slo in ((1, 100.0), (2, 90.0), (3, 1.0)):
+        table.prompts[seq] = msgspec.structs.replace(make_request(seq, [8], 5, []), slo=slo)
+    rows = []
+    for request in table.prompts.values():
+        table.add(request)
+        rows.append(table.tick())
+    assert [row.get("decode") for row in rows + table.run_all()] == [
+        None,
+        "r1 <-",
+        "r2 <-",
+        "r1 +1",
+        "r3 <-",
+        "r1 +1, r2 +1",  # submitted behind the transfer of request 3, before its outcome
+        "r3 +1, r2 +1",
+        "r3 +1, r2 +1",
+        "r3 +1, r2 +1",
+        "r1 +1, r3 +1",  # as they arrived: both fit
+        "r1 +1",
+    ]
+
+
 def test_epd_hand_over_pulls_the_cache_and_decodes_on() -> None:
     table = Table("e-p-d")
     table.ask(1, [8], max_tokens=3)

@@ -2,9 +2,16 @@
 
 import math
 
+import msgspec
 import pytest
-from epd_scheduler.profile import Centre, EncodeCost, ForwardCost, Impact, ImpactEstimator, Profile, ProfileError
+from epd_scheduler.config import Config, RPSConfig, SchedulerConfig
+from epd_scheduler.core import Core
+from epd_scheduler.impact import Impact, ImpactEstimator
+from epd_scheduler.profile import Centre, EncodeCost, ForwardCost, Profile, ProfileError
+from epd_scheduler.rps import delays
 from epd_scheduler.training import train
+
+from tests.simulated import make_request
 
 # One millisecond an embedding row, 0.1 ms a prompt token: an image of 256 rows is far from a line of text.
 PROFILE = Profile(
@@ -15,7 +22,7 @@ PROFILE = Profile(
     kv_bytes_token=1000,
     embedding_bytes_row=1000,
 )
-ESTIMATOR = ImpactEstimator(PROFILE, encode_tokens=256, token_budget=512)
+ESTIMATOR = ImpactEstimator(PROFILE, SchedulerConfig(encode_tokens=256, token_budget=512))
 
 TEXTS = [ESTIMATOR.estimate(tokens, 32, ()) for tokens in (20, 40, 60, 80)]
 IMAGES = [ESTIMATOR.estimate(rows + 20, 32, (rows,)) for rows in (200, 256, 300)]
@@ -58,3 +65,23 @@ def test_a_short_clip_is_a_pebble_and_a_thumbnail_is_sand() -> None:
 def test_a_sample_without_variety_is_refused() -> None:
     with pytest.raises(ProfileError, match="fewer than three different requests"):
         train([Impact(1.0, 1.0)] * 10 + [Impact(2.0, 1.0)])
+
+
+def test_delays_of_rps_are_20_times_what_the_typical_request_takes_alone() -> None:
+    """0.1 s and 3.2 s alone."""
+    centres = (Centre("sand", -2.0, 3.0), Centre("pebble", -1.0, 5.0), Centre("rock", 0.5, 6.0))
+    profile = msgspec.structs.replace(PROFILE, centres=centres)
+    assert delays(RPSConfig(), profile) == pytest.approx({"sand": 0.0, "pebble": 2.0, "rock": 63.2456})
+    assert delays(RPSConfig(rock_delay=7.0), profile) == pytest.approx({"sand": 0.0, "pebble": 2.0, "rock": 7.0})
+    assert delays(RPSConfig(classifier="modality"), profile) == {"sand": 0.0, "pebble": 1.0, "rock": 10.0}
+    assert delays(RPSConfig(), None) == {"sand": 0.0, "pebble": 1.0, "rock": 10.0}
+
+
+def test_a_rock_has_its_place_by_the_derived_delay() -> None:
+    centres = (Centre("sand", -2.0, 3.0), Centre("pebble", -1.0, 5.0), Centre("rock", 0.5, 6.0))
+    core = Core(
+        Config(scheduler=SchedulerConfig(order="rps")), ["all"], msgspec.structs.replace(PROFILE, centres=centres)
+    )
+    core.add(make_request(5, [(900, 900)], 32, [1]), 5.0)
+    (rock,) = core.order.for_prefill()
+    assert (rock.klass, rock.rank) == ("rock", (pytest.approx(68.2456), 5))

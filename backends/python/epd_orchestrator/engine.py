@@ -154,7 +154,7 @@ class Engine:
         if self._push is None:
             return
         try:
-            self._push(self._metrics.changes(self._hub.stats()))
+            self._push(self._metrics.changes(self._hub.stats(), self._published))
         except Exception:
             logger.exception("metrics could not be published")
 

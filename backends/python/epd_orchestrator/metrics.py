@@ -42,6 +42,10 @@ FAMILIES = (
     Family("epd_migrations_total", "counter", "Hand-overs of a KV cache from prefill to decode"),
     Family("epd_requests_waiting", "gauge", "Requests that wait for encoding or prefill"),
     Family("epd_requests_running", "gauge", "Requests in hand-over or decode"),
+    Family("epd_class_waiting", "gauge", "Requests that wait for encoding or prefill, by class"),
+    Family("epd_class_oldest_seconds", "gauge", "Since the arrival of the oldest of those, by class; 0: there is none"),
+    Family("epd_class_tokens_total", "counter", "Tokens prefilled, by class"),
+    Family("epd_class_wait_seconds", "histogram", "From arrival to the first plan of a request, by class", _LATENCY),
     Family(
         "epd_emulated_instances", "gauge", "Worker instances that wait for a cost model's time instead of computing"
     ),
@@ -82,11 +86,11 @@ class Metrics:
             self._durations.append(seconds)
             self._ends[reason] = self._ends.get(reason, 0) + 1
 
-    def changes(self, stats: Stats) -> list[Value]:
-        """What has changed since the last call."""
+    def changes(self, stats: Stats, now: float) -> list[Value]:
+        """What has changed since the last call. `now` is time.monotonic()."""
         with self._lock:
             old, self._pushed = self._pushed, stats
-            return [*self._counters(old, stats), *self._gauges(old, stats), *self._observations()]
+            return [*self._counters(old, stats), *self._gauges(old, stats, now), *self._observations(stats)]
 
     def _counters(self, old: Stats, new: Stats) -> Iterator[Value]:
         ends, self._ends = self._ends, {}
@@ -105,10 +109,15 @@ class Metrics:
         for name in CLASSES:
             if (count := new.preemptions.get(name, 0) - old.preemptions.get(name, 0)) > 0:
                 yield Value("epd_preemptions_total", {"class": name}, count)
+            if (count := new.prefilled.get(name, 0) - old.prefilled.get(name, 0)) > 0:
+                yield Value("epd_class_tokens_total", {"class": name}, count)
 
-    def _gauges(self, old: Stats, new: Stats) -> Iterator[Value]:
+    def _gauges(self, old: Stats, new: Stats, now: float) -> Iterator[Value]:
         yield Value("epd_requests_waiting", {}, new.queued)
         yield Value("epd_requests_running", {}, new.running)
+        for name in CLASSES:
+            yield Value("epd_class_waiting", {"class": name}, new.waiting.get(name, 0))
+            yield Value("epd_class_oldest_seconds", {"class": name}, now - new.oldest.get(name, now))
         yield Value("epd_emulated_instances", {}, new.emulated)
         yield Value("epd_kv_usage", {}, new.kv_blocks_used / max(1, new.kv_blocks))
         yield Value("epd_embedding_usage", {}, new.embedding_blocks_used / max(1, new.embedding_blocks))
@@ -119,7 +128,7 @@ class Metrics:
             if batches > 0:
                 yield Value("epd_batch_fill", {"stage": stage}, tokens / (batches * self._limits[stage]))
 
-    def _observations(self) -> Iterator[Value]:
+    def _observations(self, new: Stats) -> Iterator[Value]:
         gaps = self._gaps[:: -(-len(self._gaps) // _MOST_GAPS) or 1]
         for family, seconds in (
             ("epd_time_to_first_token_seconds", self._first_tokens),
@@ -127,4 +136,5 @@ class Metrics:
             ("epd_request_seconds", self._durations),
         ):
             yield from (Value(family, {}, value) for value in seconds)
+        yield from (Value("epd_class_wait_seconds", {"class": name}, seconds) for name, seconds in new.waits)
         self._first_tokens, self._gaps, self._durations = [], [], []
