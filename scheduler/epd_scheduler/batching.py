@@ -98,10 +98,10 @@ class _Batch:
         return bool(dropped)
 
     def _add(self, sequence: Sequence, count: int) -> None:
-        start, table = sequence.scheduled, sequence.table
+        start, known, table = sequence.scheduled, sequence.known, sequence.table
         assert table is not None
-        sample = start + count == sequence.known + sequence.unsampled
-        explicit = start + count <= sequence.known
+        sample = start + count == known + sequence.unsampled
+        explicit = start + count <= known
         opened = sample and sequence.sampler_at is not self.instance
         spans = sequence.tracker.spans(start, count) if sequence.request.items else []
         self.rows.append(
@@ -111,7 +111,7 @@ class _Batch:
                 sequence.tokens(start, count) if explicit else (),
                 sequence.positions(start, count),
                 tuple(table.blocks),
-                tuple(span for span, _ in spans),
+                tuple([span for span, _ in spans]),
                 sample,
                 sequence.sampler_state() if opened else None,
             )

@@ -10,7 +10,7 @@ from epd_scheduler.protocol import EncodePlan, Plan, Role, WorkerInfo
 from epd_scheduler.sequence import Sequence
 
 
-@dataclass
+@dataclass(slots=True)
 class RowFlight:
     """What the core must know when a row's outcome comes in."""
 

@@ -96,6 +96,7 @@ class Lifecycle:
                 table.release()
         sequence.table = sequence.incoming = None
         sequence.tracker.reset(sequence.lives_at)
+        core.memory.released(sequence)
         if sequence.sampler_at:
             sequence.sampler_at.closing.append(sequence.seq)
             sequence.sampler_at = None

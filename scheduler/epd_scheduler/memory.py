@@ -44,10 +44,15 @@ class Memory:
         self._core = core
         self._waiting: dict[str, _Claim] = {}  # pool id -> the first of those that wait for it in this step
         self._claims: dict[str, _Claim] = {}  # the same of the step before
+        self._holders: dict[int, Sequence] = {}  # all that may hold memory, by seq: those to look at for victims
 
     def begin_step(self) -> None:
         """Who still waits will say so again; until then its claim of the last step stands."""
         self._claims, self._waiting = self._waiting, {}
+
+    def released(self, sequence: Sequence) -> None:
+        """A sequence holds no memory any more."""
+        self._holders.pop(sequence.seq, None)
 
     def check_fits(self, request: Request) -> None:
         """Raise RefusedError for a request that could not run even alone."""
@@ -82,12 +87,14 @@ class Memory:
 
     def room_for(self, sequence: Sequence, instance: Instance, count: int, now: float) -> int:
         """Make room for the next `count` tokens at `instance`; return how many of them fit (0: wait)."""
+        wanted = sequence.scheduled + count
+        if sequence.table and sequence.table.held >= wanted:
+            return count
         pool = instance.kv
         assert pool is not None
         if not self.reserve(sequence, instance, now):
             return 0
         table = sequence.table or Table(pool)
-        wanted = sequence.scheduled + count
         if table.held >= wanted:
             return count
         if self._must_wait(pool.id, sequence):
@@ -102,6 +109,7 @@ class Memory:
                 return 0
             table.grow(sequence.scheduled + count)
         sequence.table = table
+        self._holders[sequence.seq] = sequence
         return count
 
     def table_for(self, sequence: Sequence, pool: BlockPool, decodes: bool, now: float) -> Table | None:
@@ -113,6 +121,7 @@ class Memory:
             return None
         table = Table(pool)
         table.grow(tokens)
+        self._holders[sequence.seq] = sequence
         return table
 
     def embedding_for(
@@ -123,6 +132,7 @@ class Memory:
             return None, False
         key = (unit.item.key, unit.index)
         if cached := pool.find(key):
+            self._holders[sequence.seq] = sequence
             if not cached.ready:
                 cached.waiting.append(sequence)
             return cached, True
@@ -139,6 +149,7 @@ class Memory:
         if embedding is None:
             self._wait(pool.arena.id, sequence)
         else:
+            self._holders[sequence.seq] = sequence
             embedding.waiting.append(sequence)
         return embedding, False
 
@@ -164,8 +175,8 @@ class Memory:
 
     def _victims(self, sequence: Sequence, holds: Callable[[Sequence], bool]) -> list[Sequence]:
         """Sequences that hold some of the memory, that `sequence` outranks and that may be preempted, last first."""
-        sequences = self._core.sequences.values()
-        outranked = [s for s in sequences if s.rank > sequence.rank and not s.protected and holds(s)]
+        holders = self._holders.values()
+        outranked = [s for s in holders if s.rank > sequence.rank and not s.protected and holds(s)]
         return sorted(outranked, key=lambda s: s.rank, reverse=True)
 
     def _may_preempt(self, sequence: Sequence) -> bool:
