@@ -103,7 +103,7 @@ class _Batch:
         sample = start + count == known + sequence.unsampled
         explicit = start + count <= known
         opened = sample and sequence.sampler_at is not self.instance
-        spans = sequence.tracker.spans(start, count) if sequence.request.items else []
+        spans = sequence.tracker.spans(start, count) if start < sequence.tracker.length else []
         self.rows.append(
             Row(
                 sequence.seq,
@@ -111,7 +111,7 @@ class _Batch:
                 sequence.tokens(start, count) if explicit else (),
                 sequence.positions(start, count),
                 tuple(table.blocks),
-                tuple([span for span, _ in spans]),
+                tuple([span for span, _ in spans]) if spans else (),
                 sample,
                 sequence.sampler_state() if opened else None,
             )
@@ -119,9 +119,9 @@ class _Batch:
         table.pin()
         reads = [embedding for _, embedding in spans]
         pool = self.instance.embeddings
-        for embedding in reads:
-            assert pool is not None
-            pool.pin(embedding)
+        if pool:
+            for embedding in reads:
+                pool.pin(embedding)
         self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count
