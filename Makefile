@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint format bench-overlap bench-orders bench-core bench-papers clean
+.PHONY: help setup demo serve test lint format bench-overlap bench-orders bench-core bench-papers bench-validate clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -50,6 +50,10 @@ bench-overlap: $(INSTALLED) ## time to first token with and without overlap of e
 
 bench-orders: $(INSTALLED) ## the same load on this host under orders fcfs, edf and rps
 	@$(BIN)/python -m benchmarks.orders
+
+bench-validate: $(INSTALLED) ## the simulator against this host's server (20 minutes) and against emulated workers
+	@$(BIN)/python -m benchmarks.validate --publish
+	@$(BIN)/python -m benchmarks.validate --emulated --publish
 
 clean: ## remove what make has made
 	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

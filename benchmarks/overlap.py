@@ -15,9 +15,8 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from epd_client.client import Client
-from epd_client.configure import parse_topology, write_repository
 from epd_client.launch import Server
 from epd_client.payload import noise_jpeg
 from epd_orchestrator.checkpoint import Checkpoint
@@ -33,8 +31,8 @@ from epd_orchestrator.intake import Intake, Query
 from epd_scheduler.config import LimitsConfig
 
 from benchmarks import floor, make_bench_checkpoint, overlap_report, quiet
+from benchmarks.servers import ROOT, configuration, serve
 
-ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 SIZE = 448  # pixels: 256 tokens
 QUESTION = "What is in the pictures?"
@@ -42,14 +40,6 @@ OVERLAPS = ("none", "full")
 CORES = {"encoder": "0", "language": "1"}
 DECODING = 8  # sequences
 OUTPUT = 64  # tokens of each
-CONFIG = """
-model: {model}
-dtype: {dtype}
-kv: {{blocks: 512}}
-embedding: {{blocks: 512}}
-scheduler: {{{scheduler}}}
-limits: {{context: 8192}}
-"""
 
 
 @dataclass(frozen=True)
@@ -72,19 +62,9 @@ def checkpoint(dtype: str) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def server(model: Path, dtype: str, scheduler: str) -> Iterator[Server]:
-    """A server on a repository of its own, each instance on its core; `scheduler` is YAML, as in deploy/epd.yaml."""
-    with tempfile.TemporaryDirectory(prefix="epd-bench-") as directory:
-        repository = Path(directory) / "models"
-        write_repository(ROOT / "model_repository", repository, parse_topology("1E1PD"))
-        for name, core in CORES.items():
-            with (repository / name / "config.pbtxt").open("a") as file:
-                file.write(f'parameters: {{ key: "cpus" value: {{ string_value: "{core}" }} }}\n')
-        config = Path(directory) / "epd.yaml"
-        config.write_text(CONFIG.format(model=model, dtype=dtype, scheduler=scheduler))
-        with Server(repository, env={"EPD_CONFIG": str(config), "OMP_WAIT_POLICY": "passive"}) as running:
-            yield running
+def server(model: Path, dtype: str, scheduler: str) -> contextlib.AbstractContextManager[Server]:
+    """A server whose two instances have a core each; `scheduler` is YAML, as in deploy/epd.yaml."""
+    return serve(configuration(model, dtype, scheduler), "1E1PD", cores=CORES)
 
 
 class Bench:

@@ -44,7 +44,7 @@ def simulate(
         slos = {kind: slo.scaled(slo_scale) for kind, slo in mix.slos.items()}
 
         def at(specs: list[RequestSpec]) -> float:
-            results = deployment.simulate(specs).results
+            results = deployment.simulate(specs, slos).results
             run = bench.Run(
                 label=f"{label or deployment.scenario.name} (simulated)",
                 workload=mix.name,

@@ -75,7 +75,8 @@ def test_probes_fit_the_server() -> None:
     assert images[:2] == [((56, 56),), ((112, 112),)]
     assert images[-2:] == [((112, 112),) * 2, ((224, 224),) * 2]
     assert all(sum(width * height // 784 for width, height in group) <= 204 for group in images)
-    assert [spec.text_tokens for spec in profiler.prefill_probes()] == [8, 32, 64, 128, 256, 384, 512, 520]
+    lengths = [8, 32, 41, 64, 81, 128, 161, 256, 321, 384, 481, 512, 520]
+    assert [spec.text_tokens for spec in profiler.prefill_probes()] == lengths
     assert profiler.decode_probes() == [(1, 32), (2, 32), (4, 32), (8, 32), (1, 512)]
 
 

@@ -37,7 +37,7 @@ def simulate(instances: str, *, order: str = "fcfs", kv_blocks: int = 400, stage
         embedding=EmbeddingConfig(blocks=200),
         scheduler=SchedulerConfig(order=order, rps=RPSConfig(classifier="modality")),  # type: ignore[arg-type]
     )
-    timing = Timing(intake_s=1e-3, exchange_s=2e-4, hop_s=1e-4, embedding_bytes_s=1e9)
+    timing = Timing(intake_s=1e-3, exchange_s=2e-4, response_s=1e-4, hop_s=1e-4, embedding_bytes_s=1e9)
     simulation = Simulation(
         config, topology(instances, stages=stages), PROFILE, vision=Grid(), timing=timing, record=True
     )

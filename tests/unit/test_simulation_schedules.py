@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, SchedulerConfig
+from epd_scheduler.metrics_summary import SLO
 from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile
-from epd_scheduler.simulation.devices import COPIER, Timing
+from epd_scheduler.simulation.devices import Timing
 from epd_scheduler.simulation.engine import Run, Simulation
 from epd_scheduler.simulation.images import Grid
+from epd_scheduler.simulation.requests import Template, make_request
 from epd_scheduler.simulation.topology import InstanceSpec, TopologyError, topology
 from epd_scheduler.workload import RequestSpec
 
@@ -29,17 +34,22 @@ def simulate(
     *,
     stages: int = 1,
     timing: Timing | None = None,
+    template: Template | None = None,
     budget: int = 4,
     overlap: str = "full",
+    order: str = "fcfs",
+    slos: Mapping[str, SLO] = MappingProxyType({}),
 ) -> Run:
     config = Config(
         kv=KVConfig(block_size=4, blocks=100),
         embedding=EmbeddingConfig(block_size=2, blocks=100),
-        scheduler=SchedulerConfig(overlap=overlap, encode_tokens=2, token_budget=budget, max_rows=8),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(order, overlap, encode_tokens=2, token_budget=budget, max_rows=8),  # type: ignore[arg-type]
     )
     specs_of = topology(instances, stages=stages) if isinstance(instances, str) else instances
-    simulation = Simulation(config, specs_of, SECOND, vision=Grid(least=1), timing=timing, record=True)
-    return simulation.run(specs)
+    simulation = Simulation(
+        config, specs_of, SECOND, vision=Grid(least=1), timing=timing, template=template, record=True
+    )
+    return simulation.run(specs, slos)
 
 
 def text(at: float, tokens: int, output: int = 1) -> RequestSpec:
@@ -117,28 +127,71 @@ def test_encoding_on_the_language_instance_alternates_with_its_forward() -> None
     ]
 
 
-def test_hand_over_moves_blocks_beside_the_computation() -> None:
-    """The second batch holds the last 2 tokens of one prompt and the first 2 of the next; a block takes 0.5 s."""
-    run = simulate([text(0, 6, output=2), text(0, 4, output=2)], "1E1P1D")
-    assert work(run, "migrate") == [("D0", COPIER, "migrate", 8, 9), ("D0", COPIER, "migrate", 10, 10.5)]
-    assert run.token_times == {0: [8, 10], 1: [10, 11.5]}
+def test_an_encoding_ends_when_all_stages_have_come_to_it() -> None:
+    """The text is 4 s in each of two stages; the image's 2 s in the first end at 6, but the second is busy until 8."""
+    run = simulate([text(0, 8), pictures(0.5, 1, 1)], "1EPD", stages=2, budget=8)
+    assert work(run, "encode") == [("EPD0", 0, "encode", 4, 6)]
+    assert work(run, "forward")[2:] == [("EPD0", 0, "forward", 8, 9.5), ("EPD0", 1, "forward", 9.5, 11)]
 
 
-def test_embeddings_travel_while_the_encoder_goes_on() -> None:
+def test_hand_over_takes_its_turn_between_steps() -> None:
+    """The second batch holds the last 2 tokens of one prompt and the first 2 of the next; a block takes 0.5 s.
+
+    The second prompt is handed over at 10, when a step of the first is on its way.
+    """
+    run = simulate([text(0, 6, output=4), text(0, 4, output=2)], "1E1P1D")
+    assert [entry for entry in work(run) if entry[0] == "D0"] == [
+        ("D0", 0, "migrate", 8, 9),
+        ("D0", 0, "forward", 9, 10),
+        ("D0", 0, "forward", 10, 11),
+        ("D0", 0, "migrate", 11, 11.5),
+        ("D0", 0, "forward", 11.5, 12.5),
+        ("D0", 0, "forward", 12.5, 13.5),
+    ]
+    assert run.token_times == {0: [8, 10, 11, 12.5], 1: [10, 13.5]}
+
+
+def test_a_migration_pulls_the_layers_of_each_stage() -> None:
+    run = simulate([text(0, 8, output=2)], "1E1P1D", stages=2)
+    assert work(run, "migrate") == [("D0", 0, "migrate", 6, 6.5), ("D0", 1, "migrate", 6.5, 7)]
+
+
+def test_the_encoder_sends_its_embeddings_before_it_goes_on() -> None:
     run = simulate([pictures(0, 2, 1)], "1E1PD", timing=Timing(embedding_bytes_s=1.0), overlap="none")
     assert work(run, "encode", "send") == [
         ("E0", 0, "encode", 0, 2),
-        ("E0", COPIER, "send", 2, 4),
-        ("E0", 0, "encode", 2, 4),
-        ("E0", COPIER, "send", 4, 6),
+        ("E0", 0, "send", 2, 4),
+        ("E0", 0, "encode", 4, 6),
+        ("E0", 0, "send", 6, 8),
     ]
-    assert run.results[0].ttft_s == 6 + 5
+    assert run.results[0].ttft_s == 8 + 5
 
 
-def test_intake_and_exchange_take_time() -> None:
-    run = simulate([text(1, 4)], "1EPD", timing=Timing(intake_s=0.25, exchange_s=0.5))
+def test_the_head_of_a_chat_template_is_prefilled_while_the_image_is_encoded() -> None:
+    run = simulate([pictures(0, 1, 1)], "1E1PD", template=Template(head=1, tail=1))
+    assert work(run, "forward") == [("PD0", 0, "forward", 0, 1), ("PD0", 0, "forward", 2, 6)]
+    assert run.prompt_tokens == [5]
+
+
+def test_a_chat_template_is_around_images_alone() -> None:
+    template = Template(head=2, between=1, tail=3)
+    request = make_request(0, pictures(0, 2, 1), Grid(least=1), template, None)
+    assert ([item.start for item in request.items], len(request.tokens)) == ([2, 5], 11)
+    assert len(make_request(0, text(0, 4), Grid(least=1), template, None).tokens) == 4
+
+
+def test_requests_state_the_slo_of_their_kind() -> None:
+    """Two texts are in the window when two more come; of these the one that came later has the nearer deadline."""
+    urgent = RequestSpec(at=2, kind="urgent", text_tokens=4, output_tokens=1)
+    specs = [text(0, 4), text(0, 4), text(1, 4), urgent]
+    run = simulate(specs, "1EPD", order="edf", slos={"urgent": SLO(ttft_s=1), "text": SLO(ttft_s=9)})
+    assert [result.ttft_s for result in run.results] == [4, 8, 15, 10]
+
+
+def test_intake_exchange_and_response_take_time() -> None:
+    run = simulate([text(1, 4)], "1EPD", timing=Timing(intake_s=0.25, exchange_s=0.5, response_s=0.125))
     assert work(run) == [("EPD0", 0, "forward", 1.75, 5.75)]
-    assert run.results[0].ttft_s == 0.25 + 0.5 + 4 + 0.5
+    assert run.results[0].ttft_s == 0.25 + 0.5 + 4 + 0.5 + 0.125
 
 
 def test_instances_on_one_device_share_it() -> None:

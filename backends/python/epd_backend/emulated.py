@@ -33,7 +33,10 @@ _TOKEN = 65  # any ordinary token
 
 
 class EmulatedWorker:
-    """Plans run in order through the pipeline stages; a stage takes its share of a plan's time, one plan at a time."""
+    """Plans run in order through the pipeline stages; a stage takes its share of a plan's time, one plan at a time.
+
+    An encoding is all in the first stage.
+    """
 
     def __init__(
         self, config: Config, profile: Profile, *, name: str, roles: Sequence[Role], device: str, stages: int = 1
@@ -78,14 +81,12 @@ class EmulatedWorker:
 
     def _submit(self, plan: Plan) -> None:
         begin = end = max(time.monotonic(), self._stage_free[0])
-        if isinstance(plan, BatchPlan):
-            share = self._seconds(plan) / len(self._stage_free)
-            for index, free in enumerate(self._stage_free):
-                end = self._stage_free[index] = max(end, free) + share
-        else:
-            end = self._stage_free[0] = begin + self._seconds(plan)
+        stages = 1 if isinstance(plan, EncodePlan) else len(self._stage_free)
+        share = self._seconds(plan) / stages
+        for stage in range(stages):
+            end = self._stage_free[stage] = max(end, self._stage_free[stage]) + share
         if self._pending:
-            end = max(end, self._pending[-1].end)  # outcomes keep the order of their plans
+            end = max(end, self._pending[-1].end)  # what came before it is before it in every stage
         samples: tuple[Sample, ...] = ()
         if isinstance(plan, BatchPlan):
             samples = tuple(Sample(row.seq, _TOKEN) for row in plan.rows if row.sample)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from epd_scheduler.config import Config
 from epd_scheduler.core import Core
-from epd_scheduler.metrics_summary import RequestResult
+from epd_scheduler.metrics_summary import SLO, RequestResult
 from epd_scheduler.profile import Profile
 from epd_scheduler.protocol import BatchPlan, Outcome, Plan, Sample
 from epd_scheduler.request import EndEvent, RefusedError, Request, TokenEvent
 from epd_scheduler.simulation.devices import Busy, Device, SimulatedInstance, Timing
 from epd_scheduler.simulation.images import Vision
-from epd_scheduler.simulation.requests import make_request
+from epd_scheduler.simulation.requests import Template, make_request
 from epd_scheduler.simulation.topology import InstanceSpec, worker_infos
 from epd_scheduler.stats import Stats
 from epd_scheduler.workload import RequestSpec
@@ -58,6 +60,7 @@ class Simulation:
         *,
         vision: Vision,
         timing: Timing | None = None,
+        template: Template | None = None,
         profiles: dict[str, Profile] | None = None,
         record: bool = False,
     ) -> None:
@@ -67,6 +70,7 @@ class Simulation:
         """
         self._timing = timing or Timing()
         self._vision = vision
+        self._template = template or Template()
         self._record = record
         infos = worker_infos(instances, config)
         self._core = Core(config, [info.name for info, _ in infos], profile)
@@ -82,10 +86,15 @@ class Simulation:
         self._requests: list[_Progress] = []
         self._run = Run([], [], Stats())
 
-    def run(self, workload: Iterable[RequestSpec]) -> Run:
-        """Simulate until every request has ended. Raises SimulationError."""
+    def run(self, workload: Iterable[RequestSpec], slos: Mapping[str, SLO] = MappingProxyType({})) -> Run:
+        """Simulate until every request has ended. Raises SimulationError.
+
+        As in `epd bench`, a request states the time to first token that its kind's SLO allows, if there is one.
+        """
         for seq, spec in enumerate(workload):
-            progress = _Progress(spec, make_request(seq, spec, self._vision))
+            slo = slos.get(spec.kind, SLO()).ttft_s
+            request = make_request(seq, spec, self._vision, self._template, slo if math.isfinite(slo) else None)
+            progress = _Progress(spec, request)
             self._requests.append(progress)
             self._at(spec.at + self._timing.intake_s, progress)
         while self._events:
@@ -115,16 +124,16 @@ class Simulation:
             event.result = RequestResult(kind=event.spec.kind, arrival=event.spec.at, end=now, error=str(error))
 
     def _submit(self, plan: Plan, now: float) -> None:
-        spans = self._instances[plan.instance].run(plan, now + self._timing.exchange_s)
+        spans, end = self._instances[plan.instance].run(plan, now + self._timing.exchange_s)
         if self._record:
             self._run.busy += spans
         samples: tuple[Sample, ...] = ()
         if isinstance(plan, BatchPlan):
             samples = tuple(Sample(row.seq, 1) for row in plan.rows if row.sample)
-        end = spans[-1].end
         self._at(end + self._timing.exchange_s, Outcome(plan.id, spans[0].start, end, samples))
 
     def _collect(self, now: float) -> None:
+        now += self._timing.response_s
         for event in self._core.drain():
             progress = self._requests[event.seq]
             if isinstance(event, TokenEvent):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,15 +16,25 @@ from epd_scheduler.workload import RequestSpec
 _SAMPLING = Sampling()  # no stop tokens: the output has its full length
 
 
-def make_request(seq: int, spec: RequestSpec, vision: Vision) -> Request:
-    """Images first, then the text, as in a chat template. No two images are the same."""
-    items, start = [], 0
+class Template(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens that a chat template puts around images and their text; text alone is sent as it is."""
+
+    head: int = 0  # before the first image; they can be prefilled while it is encoded
+    between: int = 0  # from an image to the next
+    tail: int = 0  # all others, behind the last image
+
+
+def make_request(seq: int, spec: RequestSpec, vision: Vision, template: Template, slo: float | None) -> Request:
+    """Images first, then the text, as in a chat template. No two images are the same. `slo` is the client's."""
+    items, length = list[Item](), 0
     for index, (width, height) in enumerate(spec.images):
-        item = Item(key=f"{seq}/{index}", media=0, start=start, units=vision.units(width, height))
-        items.append(item)
-        start += item.rows
-    tokens, positions = _dummies(start + spec.text_tokens)
-    return Request(seq, tokens, positions, 0, tuple(items), _SAMPLING, spec.output_tokens, spec.at)
+        start = length + (template.between if items else template.head)
+        items.append(Item(key=f"{seq}/{index}", media=0, start=start, units=vision.units(width, height)))
+        length = start + items[-1].rows
+    if items:
+        length += template.tail
+    tokens, positions = _dummies(length + spec.text_tokens)
+    return Request(seq, tokens, positions, 0, tuple(items), _SAMPLING, spec.output_tokens, spec.at, slo=slo)
 
 
 @lru_cache(maxsize=4096)

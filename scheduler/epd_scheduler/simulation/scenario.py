@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from epd_scheduler.config import Config, ConfigError, EmbeddingConfig, KVConfig, SchedulerConfig
+from epd_scheduler.metrics_summary import SLO
 from epd_scheduler.profile import Profile, load_profile
 from epd_scheduler.simulation.devices import Timing
 from epd_scheduler.simulation.engine import Run, Simulation
 from epd_scheduler.simulation.images import Vision
+from epd_scheduler.simulation.requests import Template
 from epd_scheduler.simulation.topology import InstanceSpec
 from epd_scheduler.workload import RequestSpec
 
@@ -23,6 +27,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     vision: Vision
     instances: tuple[InstanceSpec, ...]
     timing: Timing = Timing()
+    template: Template = Template()
     kv: KVConfig = KVConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -43,18 +48,21 @@ class Deployment:
         named = {spec.profile for spec in scenario.instances if spec.profile}
         self._profiles: dict[str, Profile] = {name: load_profile(directory / name) for name in named}
 
-    def simulate(self, workload: list[RequestSpec], *, record: bool = False) -> Run:
-        """One run. Raises TopologyError, ProfileError, SimulationError."""
+    def simulate(
+        self, workload: list[RequestSpec], slos: Mapping[str, SLO] = MappingProxyType({}), *, record: bool = False
+    ) -> Run:
+        """One run; `slos` are by kind. Raises TopologyError, ProfileError, SimulationError."""
         simulation = Simulation(
             self.scenario.config,
             self.scenario.instances,
             self._profile,
             vision=self.scenario.vision,
             timing=self.scenario.timing,
+            template=self.scenario.template,
             profiles=self._profiles,
             record=record,
         )
-        return simulation.run(workload)
+        return simulation.run(workload, slos)
 
 
 def load_scenario(path: str | Path) -> Deployment:
