@@ -69,7 +69,7 @@ class Table:
         self._pins += 1
 
     def unpin(self) -> None:
-        """That plan's outcome, or its instance's death, is in."""
+        """That plan's outcome is in, or its lost instance is idle or gone."""
         self._pins -= 1
         self._return_blocks()
 

@@ -116,6 +116,9 @@ class Core:
     def step(self, now: float) -> list[Plan]:
         """Plan all that can be planned now; the caller submits each plan to its instance."""
         self.memory.begin_step()
+        for instance in self.instances.values():
+            if instance.batch_next:
+                batching.plan_batches(self, instance, now)
         encoding.plan_encodes(self, now)
         handover.plan_migrations(self, now)
         for instance in self.instances.values():
@@ -161,6 +164,7 @@ class Core:
         """Put a plan in flight."""
         instance.flights[flight.plan.id] = flight
         self._plans.append(flight.plan)
+        instance.batch_next = instance.window == 1 and isinstance(flight.plan, EncodePlan)
         if isinstance(flight.plan, BatchPlan):
             self.counters.batches += 1
             self.counters.batch_tokens += sum(row.count for row in flight.rows)

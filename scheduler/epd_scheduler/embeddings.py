@@ -119,7 +119,7 @@ class EmbeddingPool:
         embedding.pins += 1
 
     def unpin(self, embedding: Embedding) -> None:
-        """The outcome of a plan that names the embedding, or its instance's death, is in."""
+        """The outcome of a plan that names the embedding is in, or its lost instance is idle or gone."""
         embedding.pins -= 1
         if not embedding.users and not embedding.pins:
             self.returning -= len(embedding.blocks)

@@ -62,6 +62,7 @@ class Instance:
         self.decoding: dict[int, Sequence] = {}  # by seq, in order of arrival at the instance
         self.placed: set[int] = set()  # sequences that were given to the instance for prefill or decode
         self.closing: list[int] = []  # sampler states to drop with the next plan
+        self.batch_next = False  # with a window of one plan, encoding and batches take turns
 
     @property
     def name(self) -> str:

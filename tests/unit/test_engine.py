@@ -258,6 +258,35 @@ def test_a_worker_that_makes_no_progress_is_given_up_until_it_is_through() -> No
     world.engine.close()
 
 
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_lost_worker_is_ended_unless_it_comes_to_rest(monkeypatch: pytest.MonkeyPatch, recovers: bool) -> None:
+    """Nobody asks it while no request is open: it has its chance with the next one."""
+    world, ended = World(LimitsConfig(stall_seconds=0.7)), list[int]()
+    monkeypatch.setattr("epd_orchestrator.process.runs", lambda _: True)
+    monkeypatch.setattr("epd_orchestrator.process.end", ended.append)
+    peer = world.peers["prefill"]
+    prompt, lost = peer.exchange, peer.pid
+    peer.frozen = True
+    assert world.ask("a", '{"max_tokens": 2}').result()[1] == "unavailable"
+    peer.frozen = not recovers
+    time.sleep(1.1)
+    assert ended == []
+
+    def late(data: bytes, media: bytes) -> bytes:
+        time.sleep(0.2)
+        return prompt(data, media)
+
+    monkeypatch.setattr(peer, "exchange", late)
+    deadline = time.monotonic() + WAIT
+    while world.ask("a", '{"max_tokens": 2}').result() != ("bc", "length"):
+        assert time.monotonic() < deadline
+        if ended:
+            peer.frozen = False
+        time.sleep(0.02)
+    assert set(ended) == (set() if recovers else {lost})
+    world.engine.close()
+
+
 def test_a_defect_of_the_core_fails_its_requests_and_no_later_one(world: World) -> None:
     world.peers["prefill"].frozen = True
     client = world.ask("a")
@@ -270,6 +299,28 @@ def test_a_defect_of_the_core_fails_its_requests_and_no_later_one(world: World) 
     assert client.result()[1] == "internal"
     assert "ZeroDivisionError" in client.message()
     assert world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length")
+
+
+def test_after_a_defect_of_the_core_nobody_works_beside_plans_of_the_old_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder still writes to the arena of prefill."""
+    monkeypatch.setattr("epd_orchestrator.process.runs", lambda _: True)
+    world.peers["encoder"].frozen = True
+    reading = world.ask("Read.", images=(png(),))
+    while not world.peers["encoder"].plans:
+        time.sleep(0.01)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("broken")
+
+    world.engine._hub._core.complete = broken  # type: ignore[method-assign]
+    assert world.ask("a").result()[1] == reading.result()[1] == "internal"
+    client = world.ask("a", '{"max_tokens": 2}')
+    time.sleep(0.5)
+    assert [link.name for link in world.engine._hub.links if link.info] == []
+    world.peers["encoder"].frozen = False
+    assert client.result() == ("bc", "length")
 
 
 def test_a_defect_of_intake_fails_its_request_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,21 @@ def test_decode_rows_go_by_rank_when_there_are_more_than_fit() -> None:
     ]
 
 
+def test_encoding_and_batches_take_turns_when_one_plan_is_in_flight_at_a_time() -> None:
+    table = Table("epd", async_scheduling=False)
+    table.ask(1, [8], max_tokens=4)
+    table.ask(2, [(8,), (8,), (8,)])
+    assert [row["all"] for row in table.run_all()] == [
+        "r2 image 0",
+        "r1 0-8, r2 0-8",
+        "r2 image 1",
+        "r1 +1, r2 8-16",
+        "r2 image 2",
+        "r1 +1, r2 16-24",
+        "r1 +1",
+    ]
+
+
 def test_epd_hand_over_pulls_the_cache_and_decodes_on() -> None:
     table = Table("e-p-d")
     table.ask(1, [8], max_tokens=3)

@@ -154,7 +154,8 @@ class Engine:
         if self._push is None:
             return
         try:
-            self._push(self._metrics.changes(self._hub.stats(), self._published))
+            stats = self._hub.stats()
+            self._push(self._metrics.changes(stats, time.monotonic()))
         except Exception:
             logger.exception("metrics could not be published")
 

@@ -28,6 +28,7 @@ from epd_orchestrator.session import Session, Update
 logger = logging.getLogger(__name__)
 
 _FIRST_ANSWER_S = 5.0  # a new request waits so long for instances that are being asked who they are
+_SETTLE_S = 0.05  # after a defect of the core, between two looks whether all instances are idle or gone
 
 
 class Hub:
@@ -48,6 +49,7 @@ class Hub:
         self._work = threading.Condition(self._lock)  # for the dispatcher
         self._answered = threading.Condition(self._lock)  # an instance has said hello or failed to
         self._opened = threading.Condition(self._lock)  # sessions have come or gone
+        self._former: set[int] = set()  # processes with plans of a core that failed
         self._closing = False
         self._closed = False
 
@@ -191,10 +193,12 @@ class Hub:
                     self._after_call()
 
     def _bury(self, link: Link, limit: float) -> None:
+        now = time.monotonic()
         for pid, since in list(link.lost.items()):
             if not process.runs(pid):
                 self._reclaim(link, pid)
-            elif time.monotonic() - since > limit:
+            elif now - since > limit and link.unrest(now):  # it may have come to rest while nobody asked
+                link.lost[pid] = now
                 logger.error("process %d of lost instance '%s' does not come to rest and is ended", pid, link.name)
                 process.end(pid)
 
@@ -219,6 +223,9 @@ class Hub:
         else:
             link.lose(now)  # as another process than before it has nothing under way
             self._reclaim(link, info.pid)
+            if any(self._former.intersection(other.lost) for other in self._links.values()):
+                link.next_hello = now + _SETTLE_S  # another one may still write to its arenas
+                return
             link.info, link.progress = info, now
             with self._changing() as core:
                 core.join(info, now)
@@ -276,6 +283,7 @@ class Hub:
         for link in self._links.values():
             link.lose(now)
             link.next_hello = now
+        self._former = {pid for link in self._links.values() for pid in link.lost}
         self._events.extend(EndEvent(seq, "internal", message) for seq in self._admitted)
         self._admitted.clear()
         self._work.notify()
