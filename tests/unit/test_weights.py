@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from epd_backend import families
 from epd_backend.weights import load_part, weight_bytes
+from PIL import Image
 from safetensors import safe_open
 
 from tests import checkpoints
+from tests.reference import Reference
 
 DIGITS = Path(__file__).parents[2] / "models" / "digits-vl"
 CPU = torch.device("cpu")
@@ -49,6 +53,31 @@ def test_halves_add_up_to_the_whole(family, tmp_path):
     assert not vision.keys() & language.keys()
     assert size(vision) + size(language) == size(stored(path))
     assert all("language_model" in key or "lm_head" in key for key in language)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_halves_in_bfloat16_compute_what_the_whole_does(family, tmp_path):
+    """On a CPU their linear layers have no `weight`: transformers' code must do without."""
+    path = checkpoints.make(family, tmp_path)
+    whole = Reference(path, torch.bfloat16)
+    vision, language = (load_part(path, part, torch.bfloat16, CPU) for part in ("vision", "language"))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), np.uint8))
+    inputs = whole.inputs([{"role": "user", "content": [{"type": "image", "image": picture}]}])
+    images = {name: inputs[name] for name in families.TABLE[family].features}
+    images["pixel_values"] = inputs["pixel_values"].to(vision.dtype)
+
+    def features(model):
+        made = model.model.get_image_features(**images, return_dict=True).pooler_output
+        return torch.cat([each.flatten(0, -2) for each in made])
+
+    def logits(model):
+        text = model.model.language_model
+        return model.lm_head(text(inputs_embeds=text.embed_tokens(torch.arange(5, 45)[None])).last_hidden_state)
+
+    with torch.inference_mode():
+        for half, compute in ((vision, features), (language, logits)):
+            expected = compute(whole.model).float()
+            assert (compute(half).float() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_stages_hold_their_layers_and_keep_their_indices():

@@ -38,7 +38,7 @@ def load_part(
 
     `layers = (first, end)` keeps decoder layers `first ..< end` alone, the token embedding with the first of them and
     the final norm and head with the last; layers keep their index. Weights in `dtype` already stay mapped from the
-    file and are shared between the processes that load it.
+    file and are shared between the processes that load it, but for those that `cpu.PackedLinear` copies.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = of(config.to_dict())
