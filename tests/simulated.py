@@ -107,7 +107,7 @@ class SimulatedWorker:
 
     def run_one(self, now: float) -> None:
         plan = self.submitted.popleft()
-        for seq in plan.close:
+        for seq in () if isinstance(plan, EncodePlan) else plan.close:
             self.last_token.pop(seq, None)
         if self.fail_next:
             self.fail_next = False

@@ -61,7 +61,7 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
         return False
     pool = sequence.lives_at
     assert pool is not None
-    plan = EncodePlan(core.new_plan_id(), encoder.name, pool.arena, tuple(gathered), encoder.close_now())
+    plan = EncodePlan(core.new_plan_id(), encoder.name, pool.arena, tuple(gathered))
     core.life.begin(sequence, now)
     core.submit(encoder, Flight(plan, now, embeddings=embeddings, pool=pool))
     return True

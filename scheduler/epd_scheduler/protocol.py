@@ -124,7 +124,6 @@ class EncodePlan(Message, frozen=True, tag="encode"):
     instance: str
     arena: ArenaInfo  # destination: the consumer's embedding arena
     units: tuple[EncodeUnit, ...]
-    close: tuple[int, ...] = ()
 
 
 class BatchPlan(Message, frozen=True, tag="batch"):

@@ -100,7 +100,7 @@ class Peer:
         return done
 
     def _run(self, plan: Plan, begin: float) -> Outcome:
-        for seq in plan.close:
+        for seq in () if isinstance(plan, EncodePlan) else plan.close:
             self.last.pop(seq, None)
         samples = []
         for row in plan.rows if isinstance(plan, BatchPlan) else ():

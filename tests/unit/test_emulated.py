@@ -89,9 +89,10 @@ def test_plans_take_the_time_of_the_cost_model_one_after_the_other() -> None:
 
 
 def test_stages_share_a_forward_and_an_encoding_is_all_in_the_first() -> None:
-    """The encoding is over at 0.15, but comes out behind the forward; the last forward enters the first stage then."""
+    """The encoding runs in the first stage from 0.1 to 0.15, when the last forward enters it, and comes out first."""
     outcomes = run(worker(stages=2), forward(1, 4), images(2, 5), forward(3, 4))
-    assert spans(outcomes) == near((0, 0.2), (0.1, 0.2), (0.15, 0.35))
+    assert [outcome.plan for outcome in outcomes] == [2, 1, 3]
+    assert spans(outcomes) == near((0, 0.05), (-0.1, 0.1), (0.05, 0.25))
 
 
 def test_a_row_that_samples_gets_a_token() -> None:

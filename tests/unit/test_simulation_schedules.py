@@ -127,11 +127,11 @@ def test_encoding_on_the_language_instance_alternates_with_its_forward() -> None
     ]
 
 
-def test_an_encoding_ends_when_all_stages_have_come_to_it() -> None:
-    """The text is 4 s in each of two stages; the image's 2 s in the first end at 6, but the second is busy until 8."""
+def test_an_encoding_is_all_in_the_first_stage() -> None:
+    """The text is 4 s in each of two stages; the image's 2 s in the first end at 6, and it is prefilled from then."""
     run = simulate([text(0, 8), pictures(0.5, 1, 1)], "1EPD", stages=2, budget=8)
     assert work(run, "encode") == [("EPD0", 0, "encode", 4, 6)]
-    assert work(run, "forward")[2:] == [("EPD0", 0, "forward", 8, 9.5), ("EPD0", 1, "forward", 9.5, 11)]
+    assert work(run, "forward")[2:] == [("EPD0", 0, "forward", 6, 7.5), ("EPD0", 1, "forward", 8, 9.5)]
 
 
 def test_hand_over_takes_its_turn_between_steps() -> None:

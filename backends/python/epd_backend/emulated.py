@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -85,12 +86,10 @@ class EmulatedWorker:
         share = self._seconds(plan) / stages
         for stage in range(stages):
             end = self._stage_free[stage] = max(end, self._stage_free[stage]) + share
-        if self._pending:
-            end = max(end, self._pending[-1].end)  # what came before it is before it in every stage
         samples: tuple[Sample, ...] = ()
         if isinstance(plan, BatchPlan):
             samples = tuple(Sample(row.seq, _TOKEN) for row in plan.rows if row.sample)
-        self._pending.append(Outcome(plan.id, begin, end, samples))
+        insort(self._pending, Outcome(plan.id, begin, end, samples), key=lambda outcome: outcome.end)
 
     def _seconds(self, plan: Plan) -> float:
         if isinstance(plan, EncodePlan):

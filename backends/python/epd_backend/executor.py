@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import transformers
 from epd_scheduler.config import Config
-from epd_scheduler.protocol import ArenaInfo, BatchPlan, MigratePlan, Plan
+from epd_scheduler.protocol import ArenaInfo, BatchPlan, EncodePlan, MigratePlan
 
 from epd_backend import arena, weights
 from epd_backend.arena import Arena, ArenaMap
@@ -84,6 +84,8 @@ class LanguageExecutor:
 
     def settle(self, job: Job) -> None:
         """Close what a plan closes, unless its sampling did, and let the first stage have the new tokens."""
+        if isinstance(job.plan, EncodePlan):
+            return
         if job.error is not None or not isinstance(job.plan, BatchPlan):
             self._close(job.plan)
         if isinstance(job.plan, BatchPlan) and job.forward is not None:
@@ -102,7 +104,7 @@ class LanguageExecutor:
             assert job.forward is not None
             job.samples = tuple(self._sampler.sample(seqs, self.stages[-1].logits(job.forward)))
 
-    def _close(self, plan: Plan) -> None:
+    def _close(self, plan: BatchPlan | MigratePlan) -> None:
         for seq in plan.close:
             self._sampler.close(seq)
 

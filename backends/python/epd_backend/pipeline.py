@@ -1,7 +1,7 @@
 """Jobs flowing in order through stages, one thread a stage: chunked pipeline parallelism inside an instance.
 
 While one job is in the second stage, the next is in the first. A stage is entered in the order of submission, and
-every job comes out at the end, failed ones with their error.
+every job comes out at its end, failed ones with their error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from epd_scheduler.protocol import Plan, Sample
+from epd_scheduler.protocol import EncodePlan, Plan, Sample
 
 from epd_backend.language import Forward
 
@@ -36,9 +36,10 @@ class Job:
 
 
 class Pipeline:
-    """Runs each job through `stages`, then `finish`, which is called in the last stage's thread and must not raise.
+    """Runs each job through `stages`, an encoding through the first alone, then `finish`, which must not raise.
 
-    A job whose stage raised skips the remaining stages. `threads` is the intra-op parallelism of each stage.
+    `finish` is called in the thread of the job's last stage. A job whose stage raised skips the remaining stages.
+    `threads` is the intra-op parallelism of each stage.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Pipeline:
                     job.start = time.monotonic()
                 if job.error is None:
                     self._step(self._stages[index], job)
-                if last:
+                if last or isinstance(job.plan, EncodePlan):  # the work of an encoding is all in the first stage
                     self._finish(job)
                 else:
                     self._queues[index + 1].put(job)

@@ -43,10 +43,9 @@ class Device:
 class SimulatedInstance:
     """Computes when the plans of one instance start and end.
 
-    Every plan goes through all stages in order, as in `epd_backend.pipeline`: stage i of a plan starts when stage i-1
-    of it is done (and `hop_s` later) and stage i has done the plan before. A forward spends an equal share in each
-    stage, and so does a migration, which pulls each stage's layers; an encoding, and the sending of its embeddings to
-    another device, is all in the first, but its end is known only when the stages behind it have come to it.
+    As in `epd_backend.pipeline`, stage i of a plan starts when stage i-1 of it is done (and `hop_s` later) and stage i
+    has done the plan before. A forward spends an equal share in each stage, and so does a migration, which pulls each
+    stage's layers; an encoding, and the sending of its embeddings to another device, is all in the first.
     """
 
     def __init__(self, info: WorkerInfo, profile: Profile, timing: Timing, device: Device) -> None:
@@ -64,7 +63,7 @@ class SimulatedInstance:
             if plan.arena.device != self.info.device:
                 seconds = tokens * self._profile.embedding_bytes_row / self._timing.embedding_bytes_s
                 spans.append(self._work(0, "send", plan, tokens, spans[0].end, seconds))
-            return spans, max(spans[-1].end, *self._device.free[: self.info.stages])
+            return spans, spans[-1].end
         if isinstance(plan, BatchPlan):
             rows = [(row.start, len(row.tokens) or 1) for row in plan.rows]
             what, amount, seconds = "forward", sum(count for _, count in rows), self._profile.forward.seconds(rows)
