@@ -32,7 +32,8 @@ class TritonPythonModel:
         workers = json.loads(args["model_config"])["parameters"]["workers"]["string_value"].split(",")
         intake = Intake(Checkpoint.load(settings.model), settings.limits)
         self.tokenizer = intake.checkpoint.tokenizer
-        self.engine = Engine(settings, intake, exchange, [name.strip() for name in workers], Gauges().push)
+        self.gauges = Gauges()
+        self.engine = Engine(settings, intake, exchange, [name.strip() for name in workers], self.gauges.push)
 
     def execute(self, requests):
         for request in requests:
@@ -48,6 +49,7 @@ class TritonPythonModel:
 
     def finalize(self):
         self.engine.close()
+        self.gauges.close()
 
 
 class Client:
@@ -93,6 +95,11 @@ class Gauges:
             for family in FAMILIES
         }
         self.metrics = {}
+
+    def close(self):
+        """Metrics that live until the process ends crash it then."""
+        self.metrics.clear()
+        self.families.clear()
 
     def push(self, values):
         for value in values:
