@@ -37,7 +37,8 @@ from epd_scheduler.simulation.requests import Template
 from epd_scheduler.simulation.topology import topology
 from epd_scheduler.workload import Kind, Mix, RequestSpec, generate, load_mix
 
-from benchmarks import calibration, quiet, validation
+from benchmarks import calibration, overlap, quiet, validation
+from benchmarks.orders import RPS
 from benchmarks.overlap import BUILD, checkpoint, host
 from benchmarks.papers.common import publish
 from benchmarks.servers import ROOT, ahead, configuration, serve
@@ -47,11 +48,10 @@ SEED = 1
 MIX = ROOT / "deploy" / "workloads" / "two-core.yaml"
 VISION = Grid(most=1280)  # of the checkpoint
 CORES = {
-    "1E1PD": {"encoder": "0", "language": "1"},
+    "1E1PD": overlap.CORES,
     "1E1P1D": {"encoder": "0", "prefill": "1", "decode": "0"},  # for text alone: the encoder is idle
 }
 FCFS = "order: fcfs, token_budget: 256"
-MODALITY = "rps: {classifier: modality, pebble_delay: 3.0, rock_delay: 10.0, share: 0.1}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def scenarios() -> list[Scenario]:
         Scenario("one image", image, 1.0),
         Scenario("eight images", images, 0.2),
         Scenario("mix", mix, 0.6),
-        Scenario("mix, rps, B = 64", mix, 0.8, f"order: rps, token_budget: 64, {MODALITY}"),
+        Scenario("mix, rps, B = 64", mix, 0.8, f"order: rps, token_budget: 64, {RPS}"),
         Scenario("mix, edf", mix, 0.8, "order: edf, token_budget: 256"),
         Scenario("four images, overlap none", four, 0.3, f"{FCFS}, overlap: none"),
         Scenario("one image, overlap intra", image, 1.5, f"{FCFS}, overlap: intra"),

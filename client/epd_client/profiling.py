@@ -99,9 +99,9 @@ class Profiler:
     def prefill_probes(self) -> list[RequestSpec]:
         """Prompts that are short chunks, and prompts that end in a short chunk behind long ones."""
         budget = self._config.scheduler.token_budget
-        tails = sorted({*(budget // part for part in (64, 16, 8, 4, 2, 1)), budget * 3 // 4} - {0})
+        even = {*(budget // part for part in (64, 16, 8, 4, 2, 1)), budget * 3 // 4} - {0}
         # These lengths fill the tiles of matrix kernels; those of requests do not, and cost more.
-        tails = sorted({*tails, *(tail * 5 // 4 + 1 for tail in tails if 16 <= tail < budget)})
+        tails = sorted({*even, *(tail * 5 // 4 + 1 for tail in even if 16 <= tail < budget)})
         deeper = [depth * budget + tail for depth in (1, 3, 7) for tail in (tails[0], tails[-1])]
         lengths = [*tails, *deeper]
         return [_spec(text_tokens=length) for length in lengths if length <= self._longest]

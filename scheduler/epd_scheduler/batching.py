@@ -111,7 +111,7 @@ class _Batch:
                 sequence.tokens(start, count) if explicit else (),
                 sequence.positions(start, count),
                 tuple(table.blocks),
-                tuple([span for span, _ in spans]) if spans else (),
+                tuple([span for span, _ in spans]),
                 sample,
                 sequence.sampler_state() if opened else None,
             )
@@ -119,9 +119,9 @@ class _Batch:
         table.pin()
         reads = [embedding for _, embedding in spans]
         pool = self.instance.embeddings
-        if pool:
-            for embedding in reads:
-                pool.pin(embedding)
+        for embedding in reads:
+            assert pool is not None
+            pool.pin(embedding)
         self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
         self.budget -= count
         sequence.scheduled += count

@@ -72,6 +72,10 @@ class SchedulerConfig(Section, frozen=True):
     slo: SLOConfig = SLOConfig()
     rps: RPSConfig = RPSConfig()
 
+    def window(self, stages: int) -> int:
+        """Most plans in flight on an instance: one a pipeline stage, and one more with `async_scheduling`."""
+        return stages + self.async_scheduling
+
 
 class LimitsConfig(Section, frozen=True):
     """What is refused at admission."""

@@ -58,8 +58,7 @@ class Core:
         self._awaited.discard(info.name)
         self._lost.pop(info.name, None)
         kv, embeddings = self._kv_pool(info.kv), self._embedding_pool(info.embedding)
-        ahead = self.config.scheduler.async_scheduling
-        self.instances[info.name] = Instance(info, kv, embeddings, async_scheduling=ahead)
+        self.instances[info.name] = Instance(info, kv, embeddings, self.config.scheduler.window(info.stages))
 
     def lose(self, name: str, now: float) -> None:
         """An instance is dead or given up: its plans have no outcome, what only it held must be made again elsewhere.

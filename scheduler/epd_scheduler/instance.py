@@ -49,13 +49,11 @@ class Flight:
 
 
 class Instance:
-    """A live worker instance. Its window is one plan a pipeline stage, and one more with `async_scheduling`."""
+    """A live worker instance."""
 
-    def __init__(
-        self, info: WorkerInfo, kv: BlockPool | None, embeddings: EmbeddingPool | None, *, async_scheduling: bool
-    ) -> None:
+    def __init__(self, info: WorkerInfo, kv: BlockPool | None, embeddings: EmbeddingPool | None, window: int) -> None:
         self.info = info
-        self.window = info.stages + async_scheduling  # most plans in flight
+        self.window = window  # most plans in flight
         self.kv = kv
         self.embeddings = embeddings
         self.flights: dict[int, Flight] = {}

@@ -131,8 +131,8 @@ class Memory:
         if self._must_wait(pool.arena.id, sequence):
             return None, False
         key = (unit.item.key, unit.index)
+        self._holders[sequence.seq] = sequence
         if cached := pool.find(key):
-            self._holders[sequence.seq] = sequence
             if not cached.ready:
                 cached.waiting.append(sequence)
             return cached, True
@@ -149,7 +149,6 @@ class Memory:
         if embedding is None:
             self._wait(pool.arena.id, sequence)
         else:
-            self._holders[sequence.seq] = sequence
             embedding.waiting.append(sequence)
         return embedding, False
 

@@ -32,11 +32,11 @@ class PackedLinear(nn.Linear):
     packed: torch.Tensor
 
     @classmethod
-    def pack(cls, linear: nn.Linear) -> None:
+    def pack(cls, layer: nn.Linear) -> None:
         """Make a layer one of these."""
-        linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
-        linear.register_parameter("weight", None)
-        linear.__class__ = cls
+        layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, None)
+        layer.register_parameter("weight", None)
+        layer.__class__ = cls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
@@ -61,8 +61,7 @@ def speed_up(model: nn.Module) -> None:
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for module in model.modules():
         if type(module) is nn.Linear:
-            packs = has_bfloat16 and module.weight.dtype == torch.bfloat16 and module.weight not in embeddings
-            if packs:
+            if has_bfloat16 and module.weight.dtype == torch.bfloat16 and module.weight not in embeddings:
                 PackedLinear.pack(module)
             else:
                 module.__class__ = Linear

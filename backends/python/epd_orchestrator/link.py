@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import msgspec
+from epd_scheduler.config import SchedulerConfig
 from epd_scheduler.protocol import Exchange, Plan, WorkerInfo
 
 WAIT_ROOM_S = 0.003  # exchange's wait while the window has room: a new plan is submitted after that at the latest
@@ -32,9 +33,9 @@ class Call(msgspec.Struct, frozen=True):
 class Link:
     """One instance. `info` is None while it is not known to be alive and idle: until its hello, and after a loss."""
 
-    def __init__(self, name: str, lock: threading.RLock, *, async_scheduling: bool) -> None:
+    def __init__(self, name: str, lock: threading.RLock, config: SchedulerConfig) -> None:
         self.name = name
-        self._ahead = int(async_scheduling)  # plans in its window beside one a pipeline stage
+        self._config = config
         self.wake = threading.Condition(lock)
         self.info: WorkerInfo | None = None
         self.outbox: list[Parcel] = []
@@ -92,7 +93,7 @@ class Link:
             return None
         parcels, self.outbox = self.outbox, []
         self.submitted.update(parcel.plan.id for parcel in parcels)
-        room = len(self.submitted) < self.info.stages + self._ahead
+        room = len(self.submitted) < self._config.window(self.info.stages)
         media, where = _join(parcels)
         plans = tuple(parcel.plan for parcel in parcels)
         return self._begin(now, Exchange(plans, where, WAIT_ROOM_S if room else WAIT_FULL_S), media)

@@ -54,8 +54,8 @@ class SimulatedInstance:
         self._timing = timing
         self._device = device
 
-    def run(self, plan: Plan, now: float) -> tuple[list[Busy], float]:
-        """What a plan that arrives at the instance `now` does, in order of time, and when its outcome is there."""
+    def run(self, plan: Plan, now: float) -> list[Busy]:
+        """What a plan that arrives at the instance `now` does, in order of time: its start and end are theirs."""
         if isinstance(plan, EncodePlan):
             tokens = sum(unit.rows for unit in plan.units)
             seconds = self._profile.encode.seconds(unit.rows for unit in plan.units)
@@ -63,7 +63,7 @@ class SimulatedInstance:
             if plan.arena.device != self.info.device:
                 seconds = tokens * self._profile.embedding_bytes_row / self._timing.embedding_bytes_s
                 spans.append(self._work(0, "send", plan, tokens, spans[0].end, seconds))
-            return spans, spans[-1].end
+            return spans
         if isinstance(plan, BatchPlan):
             rows = [(row.start, len(row.tokens) or 1) for row in plan.rows]
             what, amount, seconds = "forward", sum(count for _, count in rows), self._profile.forward.seconds(rows)
@@ -74,7 +74,7 @@ class SimulatedInstance:
         for stage in range(self.info.stages):
             spans.append(self._work(stage, what, plan, amount, now, seconds / self.info.stages))
             now = spans[-1].end + self._timing.hop_s
-        return spans, spans[-1].end
+        return spans
 
     def _work(self, stage: int, what: str, plan: Plan, amount: int, now: float, seconds: float) -> Busy:
         start = max(now, self._device.free[stage])

@@ -124,12 +124,13 @@ class Simulation:
             event.result = RequestResult(kind=event.spec.kind, arrival=event.spec.at, end=now, error=str(error))
 
     def _submit(self, plan: Plan, now: float) -> None:
-        spans, end = self._instances[plan.instance].run(plan, now + self._timing.exchange_s)
+        spans = self._instances[plan.instance].run(plan, now + self._timing.exchange_s)
         if self._record:
             self._run.busy += spans
         samples: tuple[Sample, ...] = ()
         if isinstance(plan, BatchPlan):
             samples = tuple(Sample(row.seq, 1) for row in plan.rows if row.sample)
+        end = spans[-1].end
         self._at(end + self._timing.exchange_s, Outcome(plan.id, spans[0].start, end, samples))
 
     def _collect(self, now: float) -> None:
