@@ -206,7 +206,7 @@ def _profile(samples: Sequence[Samples], config: Config) -> Profile:
         pooled.prefill += each.prefill
         pooled.decode += each.decode
         pooled.migrate += each.migrate
-    return builder.build(builder.fit(pooled.medians()), model, config, mix, layout, host())
+    return builder.build(builder.fit(pooled.medians()), model, config, mix, layout, host(), apart=True)
 
 
 def _simulate(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tritonclient.grpc as triton
 from PIL import Image
@@ -62,6 +64,31 @@ def reload(url: str, model: str) -> float:
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
+
+
+def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:
+    """True if encoders and prefill instances share no device, by their models' configurations. Raises EpdError."""
+    devices: dict[str, set[str]] = {"encode": set(), "prefill": set()}
+    with triton.InferenceServerClient(url) as server:
+        try:
+            index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
+            for model in index.get("models", []):
+                if model.get("state") == "READY":
+                    config = server.get_model_config(model["name"], client_timeout=timeout_s, as_json=True)["config"]
+                    roles = config.get("parameters", {}).get("roles", {}).get("string_value", "")
+                    for role in devices.keys() & {part.strip() for part in roles.split(",")}:
+                        devices[role].add(_device(config))
+        except InferenceServerException as error:
+            raise as_epd_error(error, url) from error
+    return devices["encode"].isdisjoint(devices["prefill"])
+
+
+def _device(config: Mapping[str, Any]) -> str:
+    """Device of a worker model."""
+    (group,) = config["instance_group"]
+    if gpus := group.get("gpus"):
+        return f"cuda:{gpus[0]}"
+    return str(config["parameters"].get("device", {}).get("string_value", "cpu:0"))
 
 
 def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:

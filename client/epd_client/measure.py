@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from epd_client.client import Client, EpdError
+from epd_client.control import encodes_apart
 from epd_client.install import InstallError
 from epd_client.launch import LaunchError, Server
 
@@ -149,13 +150,14 @@ def profile(
             def step(what: str, done: int, total: int) -> None:
                 progress.update(task, description=what, completed=done, total=total)
 
+            apart = encodes_apart(address)
             with Client(address) as client:
                 profiler = Profiler(address, settings, layout, TextMaker.calibrate(client))
             fits = builder.fit(profiler.collect(repeats, step))
-            made = builder.build(fits, model, settings, mix, layout, builder.this_host(note))
+            made = builder.build(fits, model, settings, mix, layout, builder.this_host(note), apart=apart)
             specs = generate(mix, rate=1.0, count=checks, seed=1)
             estimator = ImpactEstimator(made, settings.scheduler)
-            predictions = builder.check(profiler, estimator, layout, specs, step)
+            predictions = builder.check(profiler, estimator, layout, specs, step, apart=apart)
     except (EpdError, InstallError, LaunchError, ConfigError, ProfileError, WorkloadError, OSError) as error:
         _fail(str(error))
     out.parent.mkdir(parents=True, exist_ok=True)

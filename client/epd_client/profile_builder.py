@@ -96,8 +96,13 @@ def fit(samples: Samples) -> Fits:
     )
 
 
-def build(fits: Fits, model: Mapping[str, Any], config: Config, mix: Mix, layout: Layout, device: str) -> Profile:
-    """The profile, its classes trained on requests of a mix. Raises ProfileError."""
+def build(
+    fits: Fits, model: Mapping[str, Any], config: Config, mix: Mix, layout: Layout, device: str, *, apart: bool
+) -> Profile:
+    """The profile, its classes trained on requests of a mix. `apart` as in `ImpactEstimator.estimate`.
+
+    Raises ProfileError.
+    """
     errors = ", ".join(f"{name} {fit.mean_error:.1%} (P90 {fit.p90_error:.1%})" for name, fit in fits.named.items())
     profile = Profile(
         model=Path(config.model).name,
@@ -112,13 +117,13 @@ def build(fits: Fits, model: Mapping[str, Any], config: Config, mix: Mix, layout
     )
     specs = generate(mix, rate=1.0, count=TRAINING_REQUESTS)
     estimator = ImpactEstimator(profile, config.scheduler)
-    return msgspec.structs.replace(profile, centres=train([impact(spec, estimator, layout) for spec in specs]))
+    return msgspec.structs.replace(profile, centres=train([impact(spec, estimator, layout, apart) for spec in specs]))
 
 
-def impact(spec: RequestSpec, estimator: ImpactEstimator, layout: Layout) -> Impact:
+def impact(spec: RequestSpec, estimator: ImpactEstimator, layout: Layout, apart: bool) -> Impact:
     """Estimated impact of a workload's request; the few tokens of a chat template are left out."""
     units = [rows for width, height in spec.images for rows in layout(width, height)]
-    return estimator.estimate(spec.text_tokens + sum(units), spec.output_tokens, units)
+    return estimator.estimate(spec.text_tokens + sum(units), spec.output_tokens, units, apart=apart)
 
 
 def check(
@@ -127,6 +132,8 @@ def check(
     layout: Layout,
     specs: Sequence[RequestSpec],
     step: Step,
+    *,
+    apart: bool,
 ) -> list[Prediction]:
     """Send requests one at a time and compare TTFT with what the estimator says of them. Raises EpdError."""
     predictions = []
@@ -134,7 +141,7 @@ def check(
         step(f"check: {spec.kind}", done, len(specs))
         (seen,) = profiler.send([msgspec.structs.replace(spec, at=0.0, output_tokens=1)])
         units = [rows for width, height in spec.images for rows in layout(width, height)]
-        estimated = estimator.estimate(seen.input_tokens, 1, units).prefill_s
+        estimated = estimator.estimate(seen.input_tokens, 1, units, apart=apart).prefill_s
         assert seen.timeline is not None
         measured = seen.timeline.ttft_s
         assert measured is not None

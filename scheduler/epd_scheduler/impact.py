@@ -27,6 +27,7 @@ class ImpactEstimator:
         self._profile = profile
         self._encode_tokens = config.encode_tokens
         self._token_budget = config.token_budget
+        self._window = config.window(stages=1)
         self._overlap = config.overlap != "none"
 
     def estimate(self, prompt_tokens: int, max_tokens: int, unit_rows: Sequence[int], *, apart: bool = True) -> Impact:
@@ -64,11 +65,11 @@ class ImpactEstimator:
     def _first_token(self, prompt: int, encodings: list[tuple[int, float]], overlap: bool) -> float:
         """When the last chunk of at most B tokens is done.
 
-        With overlap, a two-stage pipeline: a chunk has what is encoded when it is put together, which is when the one
-        before the last is done (two are in flight), or when there is something to put together.
+        With overlap, a two-stage pipeline: a chunk has what is encoded when it is put together, which is when the
+        window of plans in flight has room for it, or when there is something to put together.
         """
         now = encodings[-1][1] if encodings and not overlap else 0.0
-        before, last = now, now  # ends of the last two chunks
+        ends = deque([now] * self._window, maxlen=self._window)  # of the last chunks: room when the first is done
         waiting = deque(encodings)
         done = 0
         while done < prompt:
@@ -79,7 +80,7 @@ class ImpactEstimator:
                 now = waiting[0][1]
                 continue
             count = min(self._token_budget, ready - done)
-            before, last = last, max(now, last) + self._profile.forward.seconds([(done, count)])
+            ends.append(max(now, ends[-1]) + self._profile.forward.seconds([(done, count)]))
             done += count
-            now = max(now, before)
-        return last
+            now = max(now, ends[0])
+        return ends[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from epd_client.client import Client
 from epd_client.configure import parse_topology, write_repository
-from epd_client.control import health
+from epd_client.control import encodes_apart, health
 from epd_client.launch import Server
 from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile, save_profile
 
@@ -16,8 +16,8 @@ from tests.triton.helpers import metrics, wait_for, wait_until_idle
 SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
 
 
-@pytest.mark.parametrize(("topology", "stages"), [("2E1P2D", 1), ("1E1PD", 2), ("1EPD", 1)])
-def test_right_answers_in_every_topology(topology: str, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("topology", "stages", "apart"), [("2E1P2D", 1, True), ("1E1PD", 2, True), ("1EPD", 1, False)])
+def test_right_answers_in_every_topology(topology: str, stages: int, apart: bool, tmp_path: Path) -> None:
     write_repository(SOURCE, tmp_path / "repository", parse_topology(topology, stages=stages))
     scans, labels = digits.heldout()
     with Server(tmp_path / "repository") as server, Client(server.grpc) as client:
@@ -28,6 +28,7 @@ def test_right_answers_in_every_topology(topology: str, stages: int, tmp_path: P
 
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask, range(0, 64, 4)))
+        assert encodes_apart(server.grpc) == apart
         wait_until_idle(server)
     right = ["".join(map(str, labels[first : first + 4])) for first in range(0, 64, 4)]
     assert answers == right

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, SchedulerConfig
 from epd_scheduler.impact import ImpactEstimator
@@ -50,6 +51,16 @@ def test_a_chunk_waits_for_the_encodings_that_it_needs(parts: list, none: float,
     assert milliseconds(parts, "full", apart=False) == pytest.approx(none)
 
 
+@pytest.mark.parametrize(("async_scheduling", "expected"), [(True, 35), (False, 34)])
+def test_a_chunk_is_put_together_when_the_window_has_room(async_scheduling: bool, expected: float) -> None:
+    """A forward costs 1 ms besides; the image is encoded at 8. Two plans in flight: 0-16 and 16-20 at once, 20-32 when
+    the first is done. One: 0-16, then 16-32."""
+    profile = msgspec.structs.replace(PROFILE, forward=ForwardCost(overhead=1e-3, per_token=1e-3))
+    config = SchedulerConfig(encode_tokens=8, token_budget=16, async_scheduling=async_scheduling)
+    impact = ImpactEstimator(profile, config).estimate_request(make_request(1, [20, (8,), 4], 4, [0, 1, 2]))
+    assert 1e3 * impact.prefill_s == pytest.approx(expected)
+
+
 def test_kv_bytes_are_those_of_prompt_and_output() -> None:
     impact = ImpactEstimator(PROFILE, SchedulerConfig()).estimate(20, 4, (8,))
     assert impact.kv_bytes == 2400
@@ -58,10 +69,13 @@ def test_kv_bytes_are_those_of_prompt_and_output() -> None:
 @pytest.mark.parametrize("overlap", ["none", "intra", "full"])
 @pytest.mark.parametrize("images", [0, 1, 4, 16])
 @pytest.mark.parametrize("size", [(448, 448), (1024, 1024)])
-def test_the_estimate_is_what_the_core_takes_alone(overlap: str, images: int, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_the_estimate_is_what_the_core_takes_alone(
+    overlap: str, images: int, size: tuple[int, int], async_scheduling: bool
+) -> None:
     """With workers as fast as the cost model says, and nothing besides."""
     profile = load_profile(ROOT / "deploy/profiles/qwen2.5-vl-7b-h100.yaml")
-    scheduler = SchedulerConfig(overlap=overlap)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(overlap=overlap, async_scheduling=async_scheduling)  # type: ignore[arg-type]
     spec = RequestSpec(at=0.0, kind="x", text_tokens=700, output_tokens=1, images=(size,) * images)
     config = Config(kv=KVConfig(blocks=4096), embedding=EmbeddingConfig(blocks=4096), scheduler=scheduler)
     (seen,) = Simulation(config, topology("1E1PD"), profile, vision=Grid()).run([spec]).results

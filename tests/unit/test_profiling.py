@@ -12,7 +12,7 @@ from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, LimitsConfig
 from epd_scheduler.fitting import EncodeSample, ForwardSample, MigrateSample
 from epd_scheduler.impact import ImpactEstimator
 from epd_scheduler.profile import load_profile, save_profile
-from epd_scheduler.workload import RequestSpec, load_mix
+from epd_scheduler.workload import Kind, Mix, RequestSpec, load_mix
 
 ROOT = Path(__file__).parents[2]
 SPEC = RequestSpec(at=0.0, kind="probe", text_tokens=4, output_tokens=2)
@@ -90,16 +90,19 @@ def test_bytes_a_token_of_qwen2_5_vl_7b_and_of_digits_vl() -> None:
     assert layout(56, 56) == (4,)
 
 
+SAMPLES = Samples(  # encoding costs 1 ms a row and a forward 0.1 ms a token
+    encode=[EncodeSample((rows,) * count, 1e-3 * rows * count) for rows in (4, 16, 64) for count in (1, 2)],
+    prefill=[ForwardSample(((0, tokens),), 1e-4 * tokens) for tokens in (8, 64, 512)],
+    decode=[ForwardSample(((99, 1),) * batch, 1e-4 * batch) for batch in (1, 4)],
+)
+
+
 def test_a_profile_is_built_written_and_read_back(tmp_path: Path) -> None:
-    """Encoding costs 1 ms a row and a forward 0.1 ms a token, in all samples: the estimate says the same."""
-    samples = Samples(
-        encode=[EncodeSample((rows,) * count, 1e-3 * rows * count) for rows in (4, 16, 64) for count in (1, 2)],
-        prefill=[ForwardSample(((0, tokens),), 1e-4 * tokens) for tokens in (8, 64, 512)],
-        decode=[ForwardSample(((99, 1),) * batch, 1e-4 * batch) for batch in (1, 4)],
-    )
+    """The estimate says what the samples do."""
     model, layout = profile_builder.read_layout(ROOT / "models" / "digits-vl")
     config, mix = Config(model="models/digits-vl"), load_mix(ROOT / "deploy" / "workloads" / "heavy.yaml")
-    profile = profile_builder.build(profile_builder.fit(samples), model, config, mix, layout, "a test")
+    fits = profile_builder.fit(SAMPLES)
+    profile = profile_builder.build(fits, model, config, mix, layout, "a test", apart=True)
     save_profile(profile, tmp_path / "profile.yaml")
     assert load_profile(tmp_path / "profile.yaml") == profile
     assert (profile.model, profile.device) == ("digits-vl", "a test")
@@ -107,3 +110,18 @@ def test_a_profile_is_built_written_and_read_back(tmp_path: Path) -> None:
     impact = ImpactEstimator(profile, config.scheduler).estimate(1000, 24, (64, 64))
     assert impact.prefill_s == pytest.approx(0.128 + 0.1, rel=1e-3)
     assert impact.kv_bytes == 1024 * profile.kv_bytes_token
+
+
+def test_classes_are_trained_for_the_placement_of_the_server() -> None:
+    """16 frames of 64 rows, four to a batch, take 1.024 s to encode. Apart from the encoder, only the last batch's rows
+    and the word are left to prefill then; on its device all 1,025 tokens."""
+    kinds = (
+        Kind(name="text", share=1, text_tokens=(100, 100), output_tokens=(1, 1)),
+        Kind(name="image", share=1, text_tokens=(1, 1), output_tokens=(1, 1), images=(1, 1), sizes=((224, 224),)),
+        Kind(name="video", share=1, text_tokens=(1, 1), output_tokens=(1, 1), images=(16, 16), sizes=((224, 224),)),
+    )
+    model, layout = profile_builder.read_layout(ROOT / "models" / "digits-vl")
+    fits, mix = profile_builder.fit(SAMPLES), Mix("three kinds", kinds)
+    for apart, seconds in ((True, 1.024 + 0.0257), (False, 1.024 + 0.1025)):
+        made = profile_builder.build(fits, model, Config(model="x"), mix, layout, "a test", apart=apart)
+        assert 10 ** made.centres[2].log_prefill == pytest.approx(seconds, rel=1e-3)
