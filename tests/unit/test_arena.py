@@ -8,11 +8,13 @@ import subprocess
 import sys
 import uuid
 
+import msgspec
 import pytest
 import torch
-from epd_backend import arena
+from epd_backend import arena, arena_cuda
 from epd_backend.arena import ArenaError, ArenaMap
 from epd_backend.shared_file import DIRECTORY, SharedFile, remove_stale
+from epd_scheduler.protocol import ArenaInfo
 
 USER = """
 import sys
@@ -188,6 +190,21 @@ def test_a_map_opens_others_arenas_once_and_refuses_those_that_are_gone(namespac
     with pytest.raises(ArenaError, match="was made anew"):
         arenas.open(mine.info)
     again.close()
+
+
+def test_a_gpus_arena_whose_maker_has_died_is_an_error_that_names_the_remedy(namespace):
+    """Others still use its file: it is neither stale nor can it be opened."""
+    maker = subprocess.Popen([sys.executable, "-c", ""])
+    maker.wait(10)
+    info = ArenaInfo("dead", "kv", "cuda:0", f"epd_{namespace}_cuda-0_kv", (4, 1, 2, 16, 1, 8), "float32")
+    said = arena_cuda._Descriptor(*msgspec.structs.astuple(info), ipc=bytes(64), pid=maker.pid)
+    used = SharedFile.join(info.handle, lambda _: msgspec.msgpack.encode(said))
+    for use in (arena_cuda.CudaArena.attach, arena_cuda.CudaArena.join):
+        with pytest.raises(
+            ArenaError, match=rf"made by process {maker.pid}, which has ended.*; unload all worker models"
+        ):
+            use(info)
+    used.close()
 
 
 def test_a_maker_that_fails_leaves_nothing(namespace):

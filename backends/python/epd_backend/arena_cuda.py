@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -60,6 +61,7 @@ class CudaArena:
             if self._own:
                 self.tensor = _made[said.id]
             else:
+                _require_maker(said)
                 with torch.cuda.device(said.device):
                     self.tensor = _as_tensor(_open_handle(said), said)
         except BaseException:
@@ -68,7 +70,7 @@ class CudaArena:
 
     @classmethod
     def join(cls, wanted: ArenaInfo) -> CudaArena:
-        """Map the arena that `wanted.handle` describes, or allocate it."""
+        """Map the arena that `wanted.handle` describes, or allocate it. Raises ArenaError when its maker is gone."""
 
         def make(_: int) -> bytes:
             with torch.cuda.device(wanted.device):
@@ -83,7 +85,7 @@ class CudaArena:
 
     @classmethod
     def attach(cls, info: ArenaInfo) -> CudaArena:
-        """Map an existing arena. Raises ArenaError when it is gone."""
+        """Map an existing arena. Raises ArenaError when it is gone, or its maker is."""
         return cls(attach_file(info))
 
     def close(self) -> None:
@@ -126,6 +128,18 @@ def _open_handle(said: _Descriptor) -> int:
     _check(status, f"cudaIpcOpenMemHandle of {said.handle}, made by process {said.pid}")
     assert pointer.value is not None
     return pointer.value
+
+
+def _require_maker(said: _Descriptor) -> None:
+    """CUDA opens no handle of a process that has ended."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{said.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            return
+    raise ArenaError(
+        f"the {said.kind} arena of {said.device} was made by process {said.pid}, which has ended, and other instances "
+        "still map it, so that it can be neither opened nor made anew; unload all worker models, then load them again, "
+        "or restart the server"
+    )
 
 
 def _as_tensor(pointer: int, info: ArenaInfo) -> torch.Tensor:
