@@ -72,7 +72,7 @@ def server(slow_server: Server) -> Iterator[Server]:
 
 
 class Counters:
-    """What the server has counted since this was made: tokens by stage, cancelled requests."""
+    """What the server has counted since this was made: tokens by stage, requests cancelled and taken in."""
 
     NAMES: ClassVar = {
         **{stage: f'epd_tokens_total{{stage="{stage}"}}' for stage in ("encode", "prefill", "decode")},
@@ -86,6 +86,16 @@ class Counters:
     def __getitem__(self, what: str) -> float:
         name = self.NAMES[what]
         return metrics(self._server).get(name, 0.0) - self._before.get(name, 0.0)
+
+    @property
+    def taken_in(self) -> float:
+        """Requests that wait, run, or have ended since."""
+        return _requests(metrics(self._server)) - _requests(self._before)
+
+
+def _requests(values: dict[str, float]) -> float:
+    prefixes = ("epd_requests_waiting", "epd_requests_running", "epd_requests_total")
+    return sum(value for name, value in values.items() if name.startswith(prefixes))
 
 
 def by_cancelling(server: Server) -> Iterator[Begin]:
@@ -162,7 +172,7 @@ def test_queued(server: Server, begin: Begin) -> None:
         ahead = [client.generate(**PREFILLING) for _ in range(2)]  # take every token of every batch
         wait_for(lambda: count["prefill"] > 0, "the requests ahead do not start")
         leave = begin(QUEUED)
-        wait_for(lambda: metrics(server)["epd_requests_waiting"] == 3, "the third request does not wait")
+        wait_for(lambda: count.taken_in == 3, "the third request is not taken in")
         leave()
         tokens = [list(generation)[-1].num_input_tokens for generation in ahead]
     wait_until_idle(server)
