@@ -21,15 +21,23 @@ from tests.triton.load import READING, TEXT_ONLY, Load, reading
 STAGES = {"encoder": "encode", "prefill": "prefill", "decode": "decode"}
 
 
+STALL_S = 10
+
+
 def start(**environment: str) -> Server:
     return Server(ROOT / "model_repository", config_name="cpu", env=environment, ready_timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def faulty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = tmp_path_factory.mktemp("faults") / "epd.yaml"
-    config.write_text(f"model: {digits.CHECKPOINT}\nlimits: {{stall_seconds: 10}}\n")
-    with start(EPD_CONFIG=str(config)) as server:
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("faults") / "epd.yaml"
+    path.write_text(f"model: {digits.CHECKPOINT}\nlimits: {{stall_seconds: {STALL_S}}}\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def faulty_server(config: str) -> Iterator[Server]:
+    with start(EPD_CONFIG=config) as server:
         yield server
         names = shared_memory(server)
     assert names
@@ -103,6 +111,22 @@ def test_a_worker_hangs_is_given_up_and_ended(server: Server) -> None:
     assert all(result.right or result.error for result in load.results)
 
 
+def test_a_worker_that_hangs_while_nothing_runs_is_given_up_and_ended(server: Server) -> None:
+    """The next request finds out; one that comes `stall_seconds` later has the process ended."""
+    answers_again(server)
+    wait_until_idle(server)
+    os.kill(stubs(server)["decode"], signal.SIGSTOP)
+    with Client(server.grpc, timeout_s=3 * STALL_S) as client:
+        with pytest.raises(EpdError, match="stage 'decode'"):
+            client.ask(**TEXT_ONLY)
+        assert "decode" in stubs(server)
+        time.sleep(STALL_S)
+        with pytest.raises(EpdError, match="stage 'decode'"):
+            client.ask(**TEXT_ONLY)
+    wait_for(lambda: "decode" not in stubs(server), "the process is not ended")
+    control.reload(server.grpc, "decode")
+
+
 def test_a_worker_dies_again_and_again(server: Server) -> None:
     with Load(server.grpc, users=3) as load:
         for model in ("decode", "encoder", "prefill"):
@@ -148,9 +172,9 @@ def test_a_live_worker_is_reloaded_under_load(server: Server) -> None:
     assert all(result.right or result.error for result in load.results)
 
 
-def test_the_orchestrator_dies() -> None:
+def test_the_orchestrator_dies(config: str) -> None:
     """Triton leaves open streams open: the clients' time limit ends them. New requests fail until it is reloaded."""
-    with start() as server:
+    with start(EPD_CONFIG=config) as server:
         answers_again(server)
         workers = {name: pid for name, pid in stubs(server).items() if name != "epd_ensemble"}
         open_ended: list[EpdError] = []
@@ -177,8 +201,21 @@ def test_the_orchestrator_dies() -> None:
             load.wait_for(10)
         assert all(result.right for result in load.results)
         wait_until_idle(server)
+        dies_beside_a_hanging_encoder(server)
         names = shared_memory(server)
     assert left_over(names) == set()
+
+
+def dies_beside_a_hanging_encoder(server: Server) -> None:
+    """It might still write embeddings for the old orchestrator: the new one waits, and ends it at last."""
+    os.kill(stubs(server)["encoder"], signal.SIGSTOP)
+    kill(server, "epd_ensemble")
+    control.reload(server.grpc, "epd_ensemble")
+    with Client(server.grpc, timeout_s=6 * STALL_S) as client:
+        assert client.ask(**TEXT_ONLY).text == demo.TEXT_ONLY_ANSWER
+        assert "encoder" not in stubs(server)
+        control.reload(server.grpc, "encoder")
+        answers_again(server)
 
 
 def test_shutdown_under_load() -> None:

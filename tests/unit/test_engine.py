@@ -287,6 +287,24 @@ def test_a_lost_worker_is_ended_unless_it_comes_to_rest(monkeypatch: pytest.Monk
     world.engine.close()
 
 
+def test_a_worker_that_answers_nothing_is_ended_by_a_request_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one is refused at once: the call that hangs tells enough."""
+    world, ended = World(LimitsConfig(stall_seconds=0.7)), list[int]()
+    monkeypatch.setattr("epd_orchestrator.process.runs", lambda _: True)
+    monkeypatch.setattr("epd_orchestrator.process.end", ended.append)
+    assert world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length")
+    peer, go_on = world.peers["prefill"], threading.Event()
+    prompt = peer.exchange
+    monkeypatch.setattr(peer, "exchange", lambda data, media: go_on.wait(WAIT) and prompt(data, media))
+    assert world.ask("a", '{"max_tokens": 2}').result()[1] == "unavailable"
+    time.sleep(0.8)
+    assert ended == []
+    assert world.ask("a", '{"max_tokens": 2}').result()[1] == "unavailable"
+    assert ended == [peer.pid]
+    go_on.set()
+    world.engine.close()
+
+
 def test_a_defect_of_the_core_fails_its_requests_and_no_later_one(world: World) -> None:
     world.peers["prefill"].frozen = True
     client = world.ask("a")

@@ -48,7 +48,8 @@ class Hub:
         self._work = threading.Condition(self._lock)  # for the dispatcher
         self._answered = threading.Condition(self._lock)  # an instance has said hello or failed to
         self._opened = threading.Condition(self._lock)  # sessions have come or gone
-        self._former: set[int] = set()  # processes with plans of a core that failed
+        self._begun = False  # a request has come
+        self._former: set[int] = set()  # processes that may run plans of a core that failed or of a predecessor
         self._closing = False
         self._closed = False
 
@@ -57,10 +58,13 @@ class Hub:
     def open(self, session: Session) -> bool:
         """Take in a request. False: it is refused, and its end is on the way."""
         with self._lock:
+            if not self._begun:
+                self._begin()
             self._sessions[session.seq] = session
             self._opened.notify_all()
             self._work.notify()
             for link in self._links.values():
+                self._bury(link, unrest=link.silent)
                 link.wake.notify()
             if self._closing:
                 self.end(session.seq, "unavailable", "the server is shutting down; send the request again later")
@@ -69,6 +73,18 @@ class Hub:
             else:
                 return True
             return False
+
+    def _begin(self) -> None:
+        """Workers may still run plans of an orchestrator that died, and write to blocks that this core believes free.
+
+        So all older than this process count as lost with plans under way, and no instance joins until each is idle or
+        gone.
+        """
+        self._begun = True
+        now = time.monotonic()
+        for name, pids in process.older(self._links).items():
+            self._links[name].lost = dict.fromkeys(pids, now)
+            self._former |= pids
 
     def add(self, session: Session, request: Request, media: dict[int, bytes]) -> None:
         """Hand a prepared request to the core. Raises RefusedError."""
@@ -185,24 +201,29 @@ class Hub:
         with self._lock:
             limit = self._config.limits.stall_seconds
             for link in self._links.values():
-                self._bury(link, limit)
+                self._bury(link, unrest=link.silent)
                 if link.busy and time.monotonic() - link.progress > limit:
                     link.abandoned = link.calling
                     self._lose(link, f"no progress for {limit:g} s ('limits.stall_seconds')")
                     self._after_call()
 
-    def _bury(self, link: Link, limit: float) -> None:
+    def _bury(self, link: Link, unrest: bool) -> None:
+        """`unrest`: lost processes have just shown that they are not idle, or are not asked any more.
+
+        Else one may have come to rest while nobody asked.
+        """
         now = time.monotonic()
         for pid, since in list(link.lost.items()):
             if not process.runs(pid):
                 self._reclaim(link, pid)
-            elif now - since > limit and link.unrest(now):  # it may have come to rest while nobody asked
+            elif unrest and now - since > self._config.limits.stall_seconds:
                 link.lost[pid] = now
                 logger.error("process %d of lost instance '%s' does not come to rest and is ended", pid, link.name)
                 process.end(pid)
 
     def _reclaim(self, link: Link, pid: int) -> None:
         if link.lost.pop(pid, None) is not None:
+            self._former.discard(pid)
             with self._changing() as core:
                 core.reclaim(pid)
 
@@ -222,6 +243,7 @@ class Hub:
         else:
             link.lose(now)  # as another process than before it has nothing under way
             self._reclaim(link, info.pid)
+            self._bury(link, unrest=True)  # others of its name get no calls any more
             if any(self._former.intersection(other.lost) for other in self._links.values()):
                 link.next_hello = now + _SETTLE_S  # another one may still write to its arenas
                 return
@@ -246,6 +268,7 @@ class Hub:
         link.lose(now)
         with self._changing() as core:
             core.lose(link.name, now)
+        self._bury(link, unrest=True)
 
     # The core
 

@@ -44,7 +44,6 @@ class Link:
         self.abandoned = False  # the call under way has been given up; nobody waits for it any more
         self.draining = False  # lost but alive: it still works off plans that nobody wants any more
         self.lost: dict[int, float] = {}  # processes that may still run plans, and when they were lost
-        self.failed = 0.0  # when a call last failed, took too long, or found it draining
         self.progress = 0.0  # when it last did what was expected of it
         self.replied = 0.0
         self.next_hello = 0.0
@@ -53,15 +52,15 @@ class Link:
         """Forget what was under way."""
         if self.info:
             self.lost[self.info.pid] = now
-        self.failed = now
         self.info = None
         self.outbox.clear()
         self.submitted.clear()
         self.next_hello = now + HELLO_S
 
-    def unrest(self, now: float) -> bool:
-        """A lost process has just shown that it is not at rest, or gets no calls any more that could tell."""
-        return self.abandoned or self.info is not None or now - self.failed < HELLO_S
+    @property
+    def silent(self) -> bool:
+        """Processes that were lost get no more calls that could tell whether they are idle."""
+        return self.abandoned or self.info is not None
 
     def put(self, parcel: Parcel, now: float) -> None:
         """A plan for the next exchange."""

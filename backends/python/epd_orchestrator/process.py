@@ -5,13 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+
+
+def older(names: Iterable[str]) -> dict[str, set[int]]:
+    """Ids of the processes of the server's Python models `names` that began to run before this one."""
+    found: dict[str, set[int]] = {name: set() for name in names}
+    _, own = _parent_and_begin(os.getpid())
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            program, *arguments = os.fsdecode(path.read_bytes()).split("\0")
+            pid = int(path.parent.name)
+            parent, begin = _parent_and_begin(pid)
+            if program.endswith("triton_python_backend_stub") and parent == os.getppid() and begin < own:
+                model = Path(arguments[0]).parents[1].name  # MODEL/VERSION/model.py
+                if model in found:
+                    found[model].add(pid)
+    return found
 
 
 def runs(pid: int) -> bool:
     """True while process `pid` is a child of the server that can still write to memory; a reused id is not."""
     try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = _stat(pid)[:2]
     except OSError:
         return False
     return state not in "ZX" and int(parent) == os.getppid()
@@ -22,3 +39,14 @@ def end(pid: int) -> None:
     if pid != os.getpid() and runs(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _parent_and_begin(pid: int) -> tuple[int, int]:
+    """A process's parent and when it began, in ticks of a clock. Raises OSError."""
+    fields = _stat(pid)
+    return int(fields[1]), int(fields[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of proc_pid_stat(5) from the third on. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
