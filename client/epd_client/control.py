@@ -10,9 +10,12 @@ import tritonclient.grpc as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from epd_client.client import Client, EpdError, as_epd_error
+from epd_client.client import MODEL, Answer, Client, EpdError, as_epd_error
 
-RELOAD_TIMEOUT_S = 120.0
+RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, and again to load
+TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
+LOOK_S = 3.0  # the longest that a request of ours may keep us from looking again; a dead process is told after 1 s
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,57 @@ def health(url: str, timeout_s: float = 30.0) -> list[Check]:
     return checks
 
 
-def reload(url: str, model: str) -> float:
-    """Unload and load `model`, which starts its process again. Returns the seconds it took. Raises EpdError.
+def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
+    """Unload and load `model`, which starts its process again, and wait until it takes part in requests again.
 
-    Loading alone does nothing for a model that Triton believes to be there.
+    Loading alone does nothing for a model that Triton believes to be there. Returns the seconds it all took. Raises
+    EpdError, also if `take_up_s` after loading the orchestrator has not found the model yet.
     """
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
         try:
+            index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+            names = sorted(each["name"] for each in index.get("models", []))
+            if model not in names:
+                raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
             server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
             server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
+
+
+def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, timeout_s: float) -> None:
+    """Wait until the orchestrator has called a worker's new process, or the new orchestrator has answered a request.
+
+    The orchestrator calls workers only while a request is open, hence requests of our own. Their answers prove nothing
+    of a worker: another instance may serve them, or another lost one be missing.
+    """
+    deadline = time.monotonic() + timeout_s
+    problem = "no request was answered"
+    while (left := deadline - time.monotonic()) > 0:
+        if model != MODEL and _succeeded_calls(server, model):
+            return
+        try:
+            _ask(url, left if model == MODEL else LOOK_S)
+        except EpdError as error:
+            problem = str(error)
+        else:
+            if model == MODEL:
+                return
+        time.sleep(POLL_S)
+    raise EpdError(
+        f"{model} is loaded again, but takes no part in requests after {timeout_s:.0f} s: {problem}; "
+        "see what else is wrong with `epd health`, and the server's log",
+        "UNAVAILABLE",
+    )
+
+
+def _succeeded_calls(server: triton.InferenceServerClient, model: str) -> int:
+    """Calls that succeeded since the model was loaded."""
+    statistics = server.get_inference_statistics(model, client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+    return sum(int(each["inference_stats"]["success"].get("count", 0)) for each in statistics["model_stats"])
 
 
 def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:
@@ -71,12 +112,17 @@ def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float
 
 def _probe(url: str, timeout_s: float) -> Check:
     name = "request"
-    image = Image.frombytes("RGB", (8, 8), os.urandom(192)).resize((56, 56))  # never seen: not from a cache
     try:
-        with Client(url, timeout_s=timeout_s) as client:
-            answer = client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)
+        answer = _ask(url, timeout_s)
     except EpdError as error:
         return Check(name, False, str(error))
     spans = answer.timeline.spans if answer.timeline else ()
     stages = dict.fromkeys(f"{span.name} on {span.instance}" for span in spans if span.instance)
     return Check(name, True, f"{', '.join(stages)}: {answer.total_s * 1e3:.0f} ms")
+
+
+def _ask(url: str, timeout_s: float) -> Answer:
+    """A tiny request that runs through every stage. Raises EpdError."""
+    image = Image.frombytes("RGB", (8, 8), os.urandom(192)).resize((56, 56))  # never seen: not from a cache
+    with Client(url, timeout_s=timeout_s) as client:
+        return client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)
