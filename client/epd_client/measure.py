@@ -44,7 +44,6 @@ def bench(
     config_name: ConfigName = "cpu",
 ) -> None:
     """Send an open-loop load and report latencies, counted from the scheduled arrivals."""
-    from epd_scheduler import metrics_summary
     from epd_scheduler.workload import RequestSpec, WorkloadError, generate, load_mix, load_trace
 
     from epd_client import bench as benchmark
@@ -80,10 +79,8 @@ def bench(
             for each in rate or ([] if trace or goodput else [1.0]):
                 at(generate(mix, rate=each, count=requests, seed=seed))
             if goodput:
-                found = metrics_summary.goodput(
-                    lambda each: at(generate(mix, rate=each, count=requests, seed=seed)), start=(rate or [1.0])[-1]
-                )
-                progress.console.print(f"goodput: {found:.2f} requests/s with at least 90 % of the SLOs met")
+                start = (rate or [1.0])[-1]
+                progress.console.print(benchmark.find_goodput(at, mix, start=start, count=requests, seed=seed))
     except (EpdError, InstallError, LaunchError, WorkloadError) as error:
         _fail(str(error))
     benchmark.save(runs, out)
