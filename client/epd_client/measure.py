@@ -84,7 +84,7 @@ def bench(
     except (EpdError, InstallError, LaunchError, WorkloadError) as error:
         _fail(str(error))
     benchmark.save(runs, out)
-    console.print(f"results: {out}; plots of one or several such files: epd plot {out}")
+    console.print(f"results: {out}; plots of one or several such files: epd plot {out}", soft_wrap=True)
     if failures := [result.error for run in runs for result in run.results if result.error]:
         _fail(f"{len(failures)} requests failed, the first with: {failures[0]}")
 
@@ -166,7 +166,8 @@ def profile(
 
 
 def _progress() -> Progress:
-    return Progress(TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, disable=not console.is_terminal)
 
 
 @contextmanager

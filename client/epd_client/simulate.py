@@ -68,7 +68,7 @@ def simulate(
     except (ConfigError, ProfileError, SimulationError, TopologyError, WorkloadError) as error:
         _fail(str(error))
     bench.save(runs, out)
-    console.print(f"results: {out}; plots of one or several such files: epd plot {out}")
+    console.print(f"results: {out}; plots of one or several such files: epd plot {out}", soft_wrap=True)
 
 
 def _fail(message: str) -> NoReturn:

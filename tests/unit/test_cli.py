@@ -60,3 +60,13 @@ def test_demo_outside_the_repository_says_so(tmp_path) -> None:
     result = run("demo", "--root", str(tmp_path))
     assert result.exit_code == 1
     assert "is not the project's repository" in result.output
+
+
+def test_bench_says_what_is_wrong_and_nothing_else() -> None:
+    result = run("bench", "--workload", "/nowhere.yaml", *NOWHERE)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: /nowhere.yaml: ")
+    result = run("bench", *NOWHERE)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: no server answers")
