@@ -335,4 +335,9 @@ def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
         message = f"no server answers at {url} ({message}); start one with `epd serve`"
     if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
         message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
+    if unloaded := re.search(r"'(.+)' has no available versions", message):
+        code = "UNAVAILABLE"
+        message = (
+            f"model '{unloaded[1]}' is not loaded ({message}); wait until it is, or run `epd reload {unloaded[1]}`"
+        )
     return EpdError(message, code)

@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from epd_client.client import MODEL, Answer, Client, EpdError, as_epd_error
 
-RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, and again to load
+RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and again to load
 TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
 LOOK_S = 3.0  # the longest that a request of ours may keep us from looking again; a dead process is told after 1 s
 POLL_S = 0.1
@@ -55,8 +55,9 @@ def health(url: str, timeout_s: float = 30.0) -> list[Check]:
 def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
     """Unload and load `model`, which starts its process again, and wait until it takes part in requests again.
 
-    Loading alone does nothing for a model that Triton believes to be there. Returns the seconds it all took. Raises
-    EpdError, also if `take_up_s` after loading the orchestrator has not found the model yet.
+    Loading alone does nothing for a model that Triton believes to be there. Open requests of a live orchestrator are
+    finished first. Returns the seconds it all took. Raises EpdError, also if `take_up_s` after loading the
+    orchestrator has not found the model yet.
     """
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
@@ -65,12 +66,43 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
             names = sorted(each["name"] for each in index.get("models", []))
             if model not in names:
                 raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
+            alive = model == MODEL and not _orchestrator_died(url)
             server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            if alive:
+                _wait_until_unloaded(server, model)
             server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
             _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
+
+
+def _orchestrator_died(url: str) -> bool:
+    """Whether its process is gone: Triton then ends neither the streams that were open nor the unloading."""
+    try:
+        _ask(url, LOOK_S)
+    except EpdError as error:
+        return "has died" in str(error)
+    return False
+
+
+def _wait_until_unloaded(server: triton.InferenceServerClient, model: str) -> None:
+    """Triton unloads in the background, when the last open request has ended, and would load meanwhile.
+
+    Two orchestrators would give the same memory of workers to different requests, and share metrics, which crashes
+    Triton 2.51.
+    """
+    deadline = time.monotonic() + RELOAD_TIMEOUT_S
+    while _state(server, model) == "UNLOADING":
+        if time.monotonic() > deadline:
+            message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
+            raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
+        time.sleep(POLL_S)
+
+
+def _state(server: triton.InferenceServerClient, model: str) -> str:
+    index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+    return next((str(each.get("state", "")) for each in index["models"] if each["name"] == model), "")
 
 
 def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, timeout_s: float) -> None:

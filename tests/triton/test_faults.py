@@ -157,6 +157,18 @@ def test_a_live_worker_is_reloaded_under_load(server: Server) -> None:
     assert all(result.right or result.error for result in load.results)
 
 
+def test_a_live_orchestrator_is_reloaded_under_load(server: Server) -> None:
+    """What is open is finished first: two orchestrators at a time would share the workers' memory and the metrics."""
+    with Load(server.grpc) as load:
+        load.wait_for(5)
+        control.reload(server.grpc, "epd_ensemble")
+        assert_healthy(server)
+        load.wait_for(10, since=time.monotonic())
+    failed = [result for result in load.results if not result.right]
+    assert all(result.error and result.error.code == "UNAVAILABLE" for result in failed), failed
+    assert all("epd_ensemble' is not loaded" in str(result.error) for result in failed), failed
+
+
 def test_the_orchestrator_dies() -> None:
     """Triton leaves open streams open: the clients' time limit ends them. New requests fail until it is reloaded."""
     with start() as server:
