@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     mix = load_mix(ROOT / "deploy" / "workloads" / "two-core.yaml")
     specs = generate(mix, rate=args.rate, count=args.count, seed=1)
-    console, runs = Console(width=180), []
+    console, runs = Console(), []
     for order in args.orders:
         scheduler = f"order: {order}, token_budget: {args.budget}, async_scheduling: false, {RPS}"
         with server(checkpoint("bfloat16"), "bfloat16", scheduler) as running:

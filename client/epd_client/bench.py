@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from epd_scheduler.metrics_summary import SLO, Distribution, Group, RequestResult, Summary, summarise
-from epd_scheduler.workload import RequestSpec
+import rich.console
+from epd_scheduler.metrics_summary import SLO, Distribution, Group, RequestResult, Summary, goodput, summarise
+from epd_scheduler.workload import Mix, RequestSpec, generate
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from epd_client import load
 from epd_client.payload import TextMaker
@@ -49,7 +51,7 @@ def measure(
     progress: Progress | None = None,
 ) -> Run:
     """Send a workload and wait for its end. Failed requests count in the metrics; they raise nothing."""
-    rate = len(specs) / max(specs[-1].at, 1e-9)
+    rate = sent_rate(specs)
     requests = load.prepare(specs, text, slos, seed=seed, distinct=distinct)
     if progress is None:
         seen = load.run(url, requests, timeout_s=timeout_s)
@@ -87,35 +89,59 @@ def read(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def table(run: Run) -> Table:
-    """The metrics of a run: a line a kind, a line a class of the server, a line for all. Milliseconds."""
+def find_goodput(at: Callable[[list[RequestSpec]], float], mix: Mix, *, start: float, count: int, seed: int) -> str:
+    """Search the goodput with `at`, which sends requests and returns the SLO attainment. Returns what to print."""
+
+    def specs(rate: float) -> list[RequestSpec]:
+        return generate(mix, rate=rate, count=count, seed=seed)
+
+    found = goodput(lambda rate: at(specs(rate)), start=start)
+    if not found:
+        return "goodput: 0 requests/s; at no rate that was tried were 90 % of the SLOs met"
+    sent = sent_rate(specs(found))
+    return f"goodput: {found:.2f} requests/s asked for, {sent:.2f} sent, with 90 % of the SLOs met"
+
+
+def sent_rate(specs: Sequence[RequestSpec]) -> float:
+    """Requests a second from the start to the last arrival: near the rate asked for if there are many."""
+    return len(specs) / max(specs[-1].at, 1e-9)
+
+
+def table(run: Run) -> rich.console.Group:
+    """The metrics of a run: a column a kind, a column a class of the server, a column for all."""
     summary = run.summary
     title = f"{run.label}: {run.workload}, {run.rate:.2f} requests/s sent, {summary.requests_s:.2f} answered"
-    grid = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    grid.add_column("")
-    heads = ("requests", "failed", "TTFT mean", "P50", "P90", "P99", "TPOT mean", "P99", "e2e mean", "e2e/token")
-    for head in (*heads, "SLO met", "missed by", "preempted", "for"):
-        grid.add_column(head, justify="right")
+    grid = Table("times in ms", box=None, pad_edge=False)
+    columns = []
     for name, group in (*summary.kinds.items(), *summary.classes.items(), ("all", summary.overall)):
-        grid.add_row(name, *_cells(group))
-    return grid
+        grid.add_column(name, justify="right")
+        columns.append(_cells(group))
+    for metric in columns[0]:
+        grid.add_row(metric, *(column[metric] for column in columns))
+    return rich.console.Group(Text(title, "italic"), grid)
 
 
-def _cells(group: Group) -> list[str]:
-    ttft, tpot = group.ttft_s, group.tpot_s
-    return [
-        str(group.requests),
-        str(group.failed),
-        *(_ms(ttft, name) for name in ("mean", "p50", "p90", "p99")),
-        *(_ms(tpot, name) for name in ("mean", "p99")),
-        _ms(group.e2e_s, "mean"),
-        _ms(group.normalised_s, "mean"),
-        f"{group.attainment:.0%}",
-        f"{group.severity_s * 1e3:.0f}",
-        str(group.preemptions),
-        f"{group.preempted_s * 1e3:.0f}",
-    ]
+def _cells(group: Group) -> dict[str, str]:
+    return {
+        "requests": str(group.requests),
+        "failed": str(group.failed),
+        "TTFT mean": _ms(group.ttft_s, "mean"),
+        "TTFT P50": _ms(group.ttft_s, "p50"),
+        "TTFT P90": _ms(group.ttft_s, "p90"),
+        "TTFT P99": _ms(group.ttft_s, "p99"),
+        "TPOT mean": _ms(group.tpot_s, "mean"),
+        "TPOT P99": _ms(group.tpot_s, "p99"),
+        "e2e mean": _ms(group.e2e_s, "mean"),
+        "e2e/token": _ms(group.normalised_s, "mean"),
+        "SLO met": f"{group.attainment:.0%}",
+        "missed by": f"{group.severity_s * 1e3:.0f}",
+        "preempted": f"{group.preemptions}",
+        "preempted for": f"{group.preempted_s * 1e3:.0f}",
+    }
 
 
 def _ms(distribution: Distribution | None, statistic: str) -> str:
-    return f"{getattr(distribution, statistic) * 1e3:.1f}" if distribution else "-"
+    if distribution is None:
+        return "-"
+    value = getattr(distribution, statistic) * 1e3
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"

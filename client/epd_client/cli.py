@@ -35,7 +35,10 @@ def serve(
     http_port: Annotated[int, typer.Option()] = 8000,
     grpc_port: Annotated[int, typer.Option()] = 8001,
     metrics_port: Annotated[int, typer.Option()] = 8002,
-    log: Annotated[Path | None, typer.Option(help="File for the server's log; a temporary one by default.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="File for the server's log; by default a temporary one, which an orderly stop removes."),
+    ] = None,
 ) -> None:
     """Start the server and leave it running until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -52,13 +55,17 @@ def serve(
         with console.status("starting tritonserver"):
             server.start()
         console.print(f"HTTP {server.http}   gRPC {server.grpc}   metrics {server.metrics}/metrics")
-        console.print(f"log {server.log}", soft_wrap=True)
+        console.print(
+            f"log {server.log}" + ("" if log else " (removed on Ctrl-C; --log FILE keeps it)"), soft_wrap=True
+        )
         console.print("Ctrl-C stops the server")
         while server.running():
             time.sleep(0.2)
         _fail(f"tritonserver ended by itself; log: {server.log}")
     except KeyboardInterrupt:
-        console.print("stopping")
+        for again in (signal.SIGINT, signal.SIGTERM):  # would leave the stopping half done
+            signal.signal(again, signal.SIG_IGN)
+        console.print("stopping; open requests end with an error, after 25 s at most")
     except (InstallError, LaunchError) as error:
         _fail(str(error))
     finally:
@@ -85,7 +92,8 @@ def chat(
                 console.print(chunk.text, end="", markup=False)
                 last = chunk
     except (EpdError, ValueError) as error:
-        console.print()
+        if last:
+            console.print()
         _fail(str(error))
     console.print()
     if last and last.timeline:
@@ -105,13 +113,13 @@ def health(url: Url = "localhost:8001") -> None:
 
 @app.command()
 def reload(model: str, url: Url = "localhost:8001") -> None:
-    """Unload and load a model, which brings back one whose process died."""
+    """Unload and load a model, which brings back one whose process died; returns when it takes part again."""
     try:
         with console.status(f"reloading {model}"):
             took = control.reload(url, model)
     except EpdError as error:
         _fail(str(error))
-    console.print(f"{model} is loaded again ({took:.1f} s)")
+    console.print(f"{model} takes part again ({took:.1f} s)")
 
 
 @app.command()

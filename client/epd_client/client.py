@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from tritonclient.utils import InferenceServerException
 
 from epd_client.timeline import Timeline
@@ -266,7 +266,7 @@ def request_tensors(
 
 
 def encode_image(image: ImageLike) -> bytes:
-    """Encoded image bytes: a file's as they are, a PIL image as PNG. Raises ValueError if there is no such file."""
+    """Encoded image bytes: a file's as they are, a PIL image as PNG. Raises ValueError if the file is not an image."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, Image.Image):
@@ -274,9 +274,16 @@ def encode_image(image: ImageLike) -> bytes:
         image.save(buffer, "PNG")
         return buffer.getvalue()
     try:
-        return Path(image).read_bytes()
+        data = Path(image).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the image {image}: {error.strerror}") from error
+    try:
+        Image.open(io.BytesIO(data)).close()
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{image} is not an image; name a PNG, JPEG, WEBP, GIF or BMP file") from error
+    except Exception:  # one that is damaged or huge: the server says what is wrong with it
+        pass
+    return data
 
 
 def _bytes(name: str, values: list[bytes]) -> triton.InferInput:
@@ -328,4 +335,9 @@ def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
         message = f"no server answers at {url} ({message}); start one with `epd serve`"
     if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
         message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
+    if unloaded := re.search(r"'(.+)' has no available versions", message):
+        code = "UNAVAILABLE"
+        message = (
+            f"model '{unloaded[1]}' is not loaded ({message}); wait until it is, or run `epd reload {unloaded[1]}`"
+        )
     return EpdError(message, code)

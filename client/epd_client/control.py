@@ -12,9 +12,12 @@ import tritonclient.grpc as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from epd_client.client import Client, EpdError, as_epd_error
+from epd_client.client import MODEL, Answer, Client, EpdError, as_epd_error
 
-RELOAD_TIMEOUT_S = 120.0
+RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and again to load
+TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
+LOOK_S = 3.0  # the longest that a request of ours may keep us from looking again; a dead process is told after 1 s
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,91 @@ def health(url: str, timeout_s: float = 30.0) -> list[Check]:
     return checks
 
 
-def reload(url: str, model: str) -> float:
-    """Unload and load `model`, which starts its process again. Returns the seconds it took. Raises EpdError.
+def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
+    """Unload and load `model`, which starts its process again, and wait until it takes part in requests again.
 
-    Loading alone does nothing for a model that Triton believes to be there.
+    Loading alone does nothing for a model that Triton believes to be there. Open requests of a live orchestrator are
+    finished first. Returns the seconds it all took. Raises EpdError, also if `take_up_s` after loading the
+    orchestrator has not found the model yet.
     """
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
         try:
+            index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+            names = sorted(each["name"] for each in index.get("models", []))
+            if model not in names:
+                raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
+            alive = model == MODEL and not _orchestrator_died(url)
             server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            if alive:
+                _wait_until_unloaded(server, model)
             server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
+
+
+def _orchestrator_died(url: str) -> bool:
+    """Whether its process is gone: Triton then ends neither the streams that were open nor the unloading."""
+    try:
+        _ask(url, LOOK_S)
+    except EpdError as error:
+        return "has died" in str(error)
+    return False
+
+
+def _wait_until_unloaded(server: triton.InferenceServerClient, model: str) -> None:
+    """Triton unloads in the background, when the last open request has ended, and would load meanwhile.
+
+    Two orchestrators would give the same memory of workers to different requests, and share metrics, which crashes
+    Triton 2.51.
+    """
+    deadline = time.monotonic() + RELOAD_TIMEOUT_S
+    while _state(server, model) == "UNLOADING":
+        if time.monotonic() > deadline:
+            message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
+            raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
+        time.sleep(POLL_S)
+
+
+def _state(server: triton.InferenceServerClient, model: str) -> str:
+    index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+    return next((str(each.get("state", "")) for each in index["models"] if each["name"] == model), "")
+
+
+def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, timeout_s: float) -> None:
+    """Wait until the orchestrator has called a worker's new process, or the new orchestrator has answered a request.
+
+    The orchestrator calls workers only while a request is open, hence requests of our own. Their answers prove nothing
+    of a worker: another instance may serve them, or another lost one be missing.
+    """
+    deadline = time.monotonic() + timeout_s
+    problem = "no request was answered"
+    while (left := deadline - time.monotonic()) > 0:
+        if model != MODEL and _succeeded_calls(server, model):
+            return
+        try:
+            _ask(url, left if model == MODEL else LOOK_S)
+        except EpdError as error:
+            problem = str(error)
+            if model == MODEL and "no live instance" in problem:
+                return  # it answers; which worker is lost, `epd health` tells
+        else:
+            if model == MODEL:
+                return
+        time.sleep(POLL_S)
+    raise EpdError(
+        f"{model} is loaded again, but takes no part in requests after {timeout_s:.0f} s: {problem}; "
+        "see what else is wrong with `epd health`, and the server's log",
+        "UNAVAILABLE",
+    )
+
+
+def _succeeded_calls(server: triton.InferenceServerClient, model: str) -> int:
+    """Calls that succeeded since the model was loaded."""
+    statistics = server.get_inference_statistics(model, client_timeout=RELOAD_TIMEOUT_S, as_json=True)
+    return sum(int(each["inference_stats"]["success"].get("count", 0)) for each in statistics["model_stats"])
 
 
 def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:
@@ -98,12 +173,17 @@ def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float
 
 def _probe(url: str, timeout_s: float) -> Check:
     name = "request"
-    image = Image.frombytes("RGB", (8, 8), os.urandom(192)).resize((56, 56))  # never seen: not from a cache
     try:
-        with Client(url, timeout_s=timeout_s) as client:
-            answer = client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)
+        answer = _ask(url, timeout_s)
     except EpdError as error:
         return Check(name, False, str(error))
     spans = answer.timeline.spans if answer.timeline else ()
     stages = dict.fromkeys(f"{span.name} on {span.instance}" for span in spans if span.instance)
     return Check(name, True, f"{', '.join(stages)}: {answer.total_s * 1e3:.0f} ms")
+
+
+def _ask(url: str, timeout_s: float) -> Answer:
+    """A tiny request that runs through every stage. Raises EpdError."""
+    image = Image.frombytes("RGB", (8, 8), os.urandom(192)).resize((56, 56))  # never seen: not from a cache
+    with Client(url, timeout_s=timeout_s) as client:
+        return client.ask("?", images=[image], sampling={"max_tokens": 2, "ignore_eos": True}, timeline=True)

@@ -52,7 +52,7 @@ class Server:
 
     Ports that are not given are free ones. `env` is added to this process's environment. `models` are loaded (all by
     default) under explicit model control, so that a model whose process died can be unloaded and loaded again.
-    Without `log`, the server's output goes to a temporary file, which is kept only if the server failed.
+    Without `log`, the server's output goes to a temporary file, which is removed only after an orderly stop.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Server:
         environment = installation.environment({**os.environ, **self.env})
         ports = _choose_ports(self.host, self._asked_ports)
         self.http, self.grpc, self.metrics = (f"{self.host}:{port}" for port in ports)
-        self._directory = Path(tempfile.mkdtemp(prefix="epd-server-"))
+        self._directory = _make_directory()
         self.log = self._asked_log or Path(tempfile.mkstemp(prefix="epd-server-", suffix=".log")[1])
         self._shm_before = shm.names()
         try:
@@ -209,6 +209,15 @@ def still_loading(log: str) -> list[str]:
     """Names of the models that the server began to load and has not loaded."""
     loaded = set(re.findall(r"successfully loaded '(.*?)'", log))
     return [name for name in re.findall(r'"loading: (.*):\d+"', log) if name not in loaded]
+
+
+def _make_directory() -> Path:
+    """A temporary directory of this process; removes those of processes that were killed before they could."""
+    temporary = Path(tempfile.gettempdir())
+    for path in temporary.glob("epd-server-*-*"):
+        if (owner := re.fullmatch(r"epd-server-(\d+)-\w+", path.name)) and not Path(f"/proc/{owner[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"epd-server-{os.getpid()}-", dir=temporary))
 
 
 def _choose_ports(host: str, asked: Sequence[int | None]) -> list[int]:

@@ -45,7 +45,6 @@ def bench(
     config_name: ConfigName = "cpu",
 ) -> None:
     """Send an open-loop load and report latencies, counted from the scheduled arrivals."""
-    from epd_scheduler import metrics_summary
     from epd_scheduler.workload import RequestSpec, WorkloadError, generate, load_mix, load_trace
 
     from epd_client import bench as benchmark
@@ -81,14 +80,12 @@ def bench(
             for each in rate or ([] if trace or goodput else [1.0]):
                 at(generate(mix, rate=each, count=requests, seed=seed))
             if goodput:
-                found = metrics_summary.goodput(
-                    lambda each: at(generate(mix, rate=each, count=requests, seed=seed)), start=(rate or [1.0])[-1]
-                )
-                progress.console.print(f"goodput: {found:.2f} requests/s with at least 90 % of the SLOs met")
+                start = (rate or [1.0])[-1]
+                progress.console.print(benchmark.find_goodput(at, mix, start=start, count=requests, seed=seed))
     except (EpdError, InstallError, LaunchError, WorkloadError) as error:
         _fail(str(error))
     benchmark.save(runs, out)
-    console.print(f"results: {out}; plots of one or several such files: epd plot {out}")
+    console.print(f"results: {out}; plots of one or several such files: epd plot {out}", soft_wrap=True)
     if failures := [result.error for run in runs for result in run.results if result.error]:
         _fail(f"{len(failures)} requests failed, the first with: {failures[0]}")
 
@@ -171,7 +168,8 @@ def profile(
 
 
 def _progress() -> Progress:
-    return Progress(TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, disable=not console.is_terminal)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def simulate(
             run = bench.Run(
                 label=f"{label or deployment.scenario.name} (simulated)",
                 workload=mix.name,
-                rate=len(specs) / max(specs[-1].at, 1e-9),
+                rate=bench.sent_rate(specs),
                 slos=slos,
                 summary=metrics_summary.summarise(results, slos),
                 results=results,
@@ -63,14 +63,12 @@ def simulate(
         for each in rate or ([] if trace or goodput else [1.0]):
             at(generate(mix, rate=each, count=requests, seed=seed))
         if goodput:
-            found = metrics_summary.goodput(
-                lambda each: at(generate(mix, rate=each, count=requests, seed=seed)), start=(rate or [1.0])[-1]
-            )
-            console.print(f"goodput: {found:.2f} requests/s with at least 90 % of the SLOs met")
+            start = (rate or [1.0])[-1]
+            console.print(bench.find_goodput(at, mix, start=start, count=requests, seed=seed))
     except (ConfigError, ProfileError, SimulationError, TopologyError, WorkloadError) as error:
         _fail(str(error))
     bench.save(runs, out)
-    console.print(f"results: {out}; plots of one or several such files: epd plot {out}")
+    console.print(f"results: {out}; plots of one or several such files: epd plot {out}", soft_wrap=True)
 
 
 def _fail(message: str) -> NoReturn:

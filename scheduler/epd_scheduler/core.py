@@ -183,11 +183,7 @@ class Core:
             needs.insert(0, "encode")
         for role in needs:
             if not self.doing(role):
-                lost = ", ".join(sorted(self._lost)) or "none was configured"
-                return (
-                    f"no live instance for stage '{role}' (lost: {lost}); "
-                    "reload the lost model, e.g. `epd reload NAME`, and send the request again"
-                )
+                return f"no live instance for stage '{role}' {self._remedy(role)}"
         return ""
 
     def failed_plan(self, sequence: Sequence, message: str, now: float) -> None:
@@ -197,6 +193,14 @@ class Core:
             self._life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
         else:
             self._life.requeue(sequence, now, "failed")
+
+    def _remedy(self, role: str) -> str:
+        """Who is missing from a stage, and how to bring it back. The roles of what never joined are not known."""
+        lost = sorted(name for name, roles in self._lost.items() if role in roles or not roles)
+        if not lost:
+            return "(none was configured); add one to the 'workers' of the orchestrator's model"
+        commands = " or ".join(f"`epd reload {name}`" for name in lost)
+        return f"(lost: {', '.join(lost)}); bring it back with {commands}, then send the request again"
 
     def _remove(self, name: str, now: float) -> Instance | None:
         """Take out an instance that is not what it was; its sequences go back to the queue."""

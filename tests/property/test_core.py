@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, RPSConfig, SchedulerConfig
 from epd_scheduler.core import Core
 from epd_scheduler.protocol import EncodePlan
@@ -149,6 +150,18 @@ def test_blocks_that_an_encoder_still_writes_are_not_handed_out_when_their_insta
     assert cluster.ends[1].reason == "unavailable"
     assert cluster.tokens[2] == expected_tokens(request)
     cluster.assert_empty()
+
+
+def test_a_refusal_names_the_lost_instances_of_the_stage() -> None:
+    cluster = make_cluster(Config(), "e-2p-2d", 1, 0)
+    for name in ("encoder", "prefill_1", "prefill"):
+        cluster.lose(name)
+    with pytest.raises(
+        RefusedError,
+        match=r"stage 'prefill' \(lost: prefill, prefill_1\); bring it back with "
+        "`epd reload prefill` or `epd reload prefill_1`",
+    ):
+        cluster.core.add(make_request(1, [4], 2, []), 0.0)
 
 
 def test_blocks_that_a_lost_instance_may_still_write_are_kept_until_it_is_idle_or_gone() -> None:

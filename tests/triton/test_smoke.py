@@ -169,6 +169,11 @@ def test_health(server: Server) -> None:
         assert stage in checks[-1].detail
 
 
+def test_a_reload_of_a_model_that_is_not_there_names_those_that_are(server: Server) -> None:
+    with pytest.raises(EpdError, match="no model 'decoder'; it has: decode, encoder, epd_ensemble, prefill"):
+        control.reload(server.grpc, "decoder")
+
+
 def test_the_command_line(server: Server, tmp_path) -> None:
     path = tmp_path / "five.png"
     IMAGES[0].save(path)

@@ -154,7 +154,10 @@ def test_smallest_and_thinnest():
     ("data", "message"),
     [
         (b"", "empty .0 bytes.; send"),
-        (b"not an image at all", "not a readable PNG, JPEG, WEBP, GIF or BMP image .it begins with b'not an i'.; send"),
+        (
+            b"not an image at all",
+            "not a readable PNG, JPEG, WEBP, GIF or BMP image .it begins with b'not an', in base64 'bm90IGFu'.; send",
+        ),
         (encoded(Image.new("RGB", (9, 9)), "TIFF"), "not a readable PNG"),
         (b"\x89PNG\r\n\x1a\n", "not a readable PNG"),
         (encoded(Image.new("RGB", (99, 99)), "JPEG")[:30], "not a readable PNG"),

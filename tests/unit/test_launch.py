@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,9 @@ time.sleep(60)
         time.sleep(0.1)
     assert int(pid) > 0
     Path(log).unlink()
+    (directory,) = Path(tempfile.gettempdir()).glob(f"epd-server-{launcher.pid}-*")
+    with Server(repository):
+        assert not directory.exists(), "what a killed launcher left behind is removed by the next"
 
 
 def test_the_reason_of_a_model_that_does_not_load_is_in_the_error(repository: Path) -> None:

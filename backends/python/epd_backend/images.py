@@ -6,6 +6,7 @@ an image in the same way, so that they agree on its size. PNG orientation counts
 
 from __future__ import annotations
 
+import base64
 import io
 
 from PIL import ExifTags, Image
@@ -67,10 +68,11 @@ def _open(data: bytes | memoryview) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:  # as above: a damaged header makes Pillow's plugins raise nearly anything
-        start = bytes(data[:8])
+        start = bytes(data[:6])
+        in_base64 = base64.b64encode(start).decode()  # as it was sent, perhaps
         raise ImageError(
-            f"the data is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image (it begins with {start!r}); "
-            "send a file in one of these formats"
+            f"the data is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image (it begins with {start!r}, "
+            f"in base64 '{in_base64}'); send a file in one of these formats"
         ) from error
     if min(image.size) < 1:
         raise ImageError(f"the image has {image.width} x {image.height} pixels; send one with at least one pixel")

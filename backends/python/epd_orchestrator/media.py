@@ -42,5 +42,7 @@ def _decode_base64(text: bytes, what: str) -> bytes:
         return base64.b64decode(b"".join(text.split()), validate=True)
     except binascii.Error as error:
         raise RefusedError(
-            "invalid_argument", f"{what}: neither an encoded image nor valid base64 ({error}); send one of the two"
+            "invalid_argument",
+            f"{what}: neither an encoded image nor valid base64 ({error}): it is text that begins with {text[:20]!r}; "
+            "send the bytes of an image file, or their base64",
         ) from error
