@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -9,9 +10,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import tritonclient.grpc
 from epd_client import control, demo
 from epd_client.client import Client, EpdError
 from epd_client.launch import Server
+from tritonclient.utils import InferenceServerException
 
 from models import digits
 from tests.triton.conftest import ROOT
@@ -185,6 +188,11 @@ def test_a_live_orchestrator_is_reloaded_under_load(server: Server) -> None:
     """What is open is finished first: two orchestrators at a time would share the workers' memory and the metrics."""
     with Load(server.grpc) as load:
         load.wait_for(5)
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as triton:
+            config = json.dumps(triton.get_model_config("epd_ensemble", as_json=True)["config"])
+            with pytest.raises(InferenceServerException, match="serves 'epd_ensemble' already"):
+                triton.load_model("epd_ensemble", config=config)  # in the place of the live one
+        assert all(result.right for result in load.results)
         control.reload(server.grpc, "epd_ensemble")
         assert_healthy(server)
         load.wait_for(10, since=time.monotonic())

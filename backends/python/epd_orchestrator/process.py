@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,22 @@ def older(names: Iterable[str]) -> dict[str, set[int]]:
                 if model in found:
                     found[model].add(pid)
     return found
+
+
+def require_alone(model: str, timeout_s: float = 10.0) -> None:
+    """Wait until no older process of this one's own `model` runs. Raises RuntimeError after `timeout_s`.
+
+    Triton may load a model while it still unloads it, or in order to put the new one in the old one's place.
+    """
+    deadline = time.monotonic() + timeout_s
+    while pids := older([model])[model]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"process {min(pids)} serves '{model}' already, and two at a time would use the same memory of workers "
+                f"for different requests; unload '{model}' and wait until its state in the repository index is "
+                f"UNAVAILABLE before you load it, or run `epd reload {model}`, which does so"
+            )
+        time.sleep(0.1)
 
 
 def runs(pid: int) -> bool:

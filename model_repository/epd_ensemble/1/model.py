@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from epd_orchestrator import process
 from epd_orchestrator.checkpoint import Checkpoint
 from epd_orchestrator.engine import Engine
 from epd_orchestrator.intake import Intake, Query
@@ -28,6 +29,7 @@ RESERVED = ("triton_", "binary_data_output")  # request parameters of the protoc
 class TritonPythonModel:
     def initialize(self, args):
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        process.require_alone(args["model_name"])
         settings = config.load(config.config_path(args["model_repository"]))
         workers = json.loads(args["model_config"])["parameters"]["workers"]["string_value"].split(",")
         intake = Intake(Checkpoint.load(settings.model), settings.limits)
