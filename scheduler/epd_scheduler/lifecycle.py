@@ -57,7 +57,6 @@ class Lifecycle:
         """Free all that a sequence holds and queue it again; its tokens so far stay and are recomputed."""
         self._mark_phase_end(sequence, now)
         self._detach(sequence)
-        sequence.epoch += 1
         sequence.computed = sequence.scheduled = sequence.unsampled = 0
         sequence.end_wait(now)
         sequence.waiting_for, sequence.waiting_since = why, now
@@ -83,8 +82,9 @@ class Lifecycle:
             destination.unpin()
 
     def _detach(self, sequence: Sequence) -> None:
-        """Take a sequence out of every queue and release what it holds."""
+        """Take a sequence out of every queue and release what it holds; what is in flight for it counts no more."""
         core = self._core
+        sequence.epoch += 1
         if sequence.phase == "queued":
             core.order.remove(sequence)
         core.handover.pop(sequence.seq, None)
