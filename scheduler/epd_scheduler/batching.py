@@ -56,7 +56,7 @@ class _Batch:
 
         With pipeline stages the sequences are spread over micro-batches.
         """
-        stages = self.instance.info.stages
+        memory, stages = self.core.memory, self.instance.info.stages
         most = min(self.max_rows, self.budget)
         if stages > 1:
             most = min(most, -(-len(self.instance.decoding) // stages))
@@ -69,8 +69,9 @@ class _Batch:
                 break
             if sequence.phase != "decode":
                 continue  # preempted for one before it
-            if self.core.memory.room_for(sequence, self.instance, 1, self.now):
-                self._add_decode(sequence)
+            if memory.room_for(sequence, self.instance, 1, self.now):
+                tokens = () if sequence.unsampled else (sequence.output[-1],)
+                self._add(sequence, tokens, 1, sequence.next_position(), sample=True)
 
     def add_prefills(self) -> None:
         """Schedulable prompt tokens in rank order, across requests, until the budget is spent (Algorithm 2)."""
@@ -109,11 +110,6 @@ class _Batch:
         self.rows = [row for row, flight in zip(self.rows, self.flights, strict=True) if flight.current]
         self.flights = [flight for flight in self.flights if flight.current]
         return True
-
-    def _add_decode(self, sequence: Sequence) -> None:
-        """The last sampled token, by its value or as the one that a row in flight samples."""
-        tokens = () if sequence.unsampled else (sequence.output[-1],)
-        self._add(sequence, tokens, 1, sequence.next_position(), sample=True)
 
     def _add_chunk(self, sequence: Sequence, count: int) -> None:
         """The next `count` known tokens of a queued sequence, which leaves the queue with the last of them."""
