@@ -213,6 +213,6 @@ def _take(core: Core, sequence: Sequence, sample: Sample, now: float) -> None:
         core.life.end(sequence, now, "stop")
         return
     output.append(sample.token)
-    core.life.token(sample)
+    core.life.events.append(sample)
     if len(output) == request.max_tokens:
         core.life.end(sequence, now, "length")

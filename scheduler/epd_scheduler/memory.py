@@ -203,8 +203,11 @@ class Memory:
         return [-(-rows // self._core.config.embedding.block_size) for rows in units.values()]
 
     def _must_wait(self, pool_id: str, sequence: Sequence) -> bool:
-        claims = (self._claims.get(pool_id), self._waiting.get(pool_id))
-        return any(claim is not None and claim.stands and claim.rank < sequence.rank for claim in claims)
+        for claims in (self._claims, self._waiting):
+            claim = claims.get(pool_id)
+            if claim is not None and claim.rank < sequence.rank and claim.stands:
+                return True
+        return False
 
     def _wait(self, pool_id: str, sequence: Sequence) -> None:
         claim = _Claim(sequence.rank, sequence, sequence.epoch)
