@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from epd_scheduler.embeddings import Embedding
 from epd_scheduler.encoding import place
 from epd_scheduler.instance import Flight, Instance, RowFlight
-from epd_scheduler.protocol import BatchPlan, Outcome, Row, Sample
-from epd_scheduler.request import Span, TokenEvent
+from epd_scheduler.protocol import BatchPlan, EmbedSpan, Outcome, Row, Sample
+from epd_scheduler.request import Span
 from epd_scheduler.sequence import Sequence
+from epd_scheduler.tracker import EVERYTHING
 
 if TYPE_CHECKING:
     from epd_scheduler.core import Core
@@ -28,6 +30,8 @@ def plan_batches(core: Core, instance: Instance, now: float) -> None:
             return
         plan = BatchPlan(core.new_plan_id(), instance.name, tuple(batch.rows), instance.close_now())
         core.submit(instance, Flight(plan, now, rows=batch.flights))
+        core.counters.batches += 1
+        core.counters.batch_tokens += sum(row.count for row in batch.flights)
 
 
 class _Batch:
@@ -38,16 +42,22 @@ class _Batch:
         self.instance = instance
         self.now = now
         self.budget = core.config.scheduler.token_budget
+        self.max_rows = core.config.scheduler.max_rows
         self.rows: list[Row] = []
         self.flights: list[RowFlight] = []
+
+    @property
+    def full(self) -> bool:
+        """The budget is spent, or there are as many rows as may be."""
+        return self.budget <= 0 or len(self.rows) >= self.max_rows
 
     def add_decodes(self) -> None:
         """One token for each decoding sequence, for the first in rank if there are more than rows.
 
         With pipeline stages the sequences are spread over micro-batches.
         """
-        stages = self.instance.info.stages
-        most = min(self.core.config.scheduler.max_rows, self.budget)
+        memory, stages = self.core.memory, self.instance.info.stages
+        most = min(self.max_rows, self.budget)
         if stages > 1:
             most = min(most, -(-len(self.instance.decoding) // stages))
         ahead = 2 if stages == 1 else 1  # rows in flight a sequence: the next one may name the last sampled token
@@ -59,20 +69,21 @@ class _Batch:
                 break
             if sequence.phase != "decode":
                 continue  # preempted for one before it
-            if self.core.memory.room_for(sequence, self.instance, 1, self.now):
-                self._add(sequence, 1)
+            if memory.room_for(sequence, self.instance, 1, self.now):
+                tokens = () if sequence.unsampled else (sequence.output[-1],)
+                self._add(sequence, tokens, 1, sequence.next_position(), sample=True)
 
     def add_prefills(self) -> None:
         """Schedulable prompt tokens in rank order, across requests, until the budget is spent (Algorithm 2)."""
-        overlap = self.core.config.scheduler.overlap
-        full = False  # whoever has no blocks yet gets none now
+        overlap, memory = self.core.config.scheduler.overlap, self.core.memory
+        if self.full:
+            return
+        no_blocks = False  # whoever has no blocks yet gets none now
         for sequence in self.core.order.for_prefill():
-            if self.budget <= 0 or len(self.rows) >= self.core.config.scheduler.max_rows:
-                return
-            if sequence.phase != "queued" or (full and sequence.table is None):
+            if sequence.phase != "queued" or (no_blocks and sequence.table is None):
                 continue
-            count = min(sequence.tracker.ready_prefix(sequence.known) - sequence.scheduled, self.budget)
-            if count <= 0 or (overlap == "none" and not sequence.tracker.all_ready()):
+            ready = sequence.tracker.ready
+            if ready <= sequence.scheduled or (overlap == "none" and ready != EVERYTHING):
                 continue
             if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
                 continue  # once it has started it must not wait for memory
@@ -80,60 +91,68 @@ class _Batch:
             if sequence.prefill is not self.instance:
                 continue
             starts = sequence.table is None
-            count = self.core.memory.room_for(sequence, self.instance, count, self.now)
+            count = min(ready, sequence.known) - sequence.scheduled
+            count = memory.room_for(sequence, self.instance, min(count, self.budget), self.now)
             if count:
-                self._add(sequence, count)
-                if overlap == "intra":
+                self._add_chunk(sequence, count)
+                if overlap == "intra" or self.full:
                     return
             elif starts:
-                full = True
+                no_blocks = True
 
     def drop_preempted(self) -> bool:
         """Take out rows whose sequence lost its memory to a later row of the batch. True if there were any."""
-        kept = [(row, flight) for row, flight in zip(self.rows, self.flights, strict=True) if flight.current]
         dropped = [flight for flight in self.flights if not flight.current]
+        if not dropped:
+            return False
         for flight in dropped:
             flight.release()
-        self.rows, self.flights = [row for row, _ in kept], [flight for _, flight in kept]
-        return bool(dropped)
+        self.rows = [row for row, flight in zip(self.rows, self.flights, strict=True) if flight.current]
+        self.flights = [flight for flight in self.flights if flight.current]
+        return True
 
-    def _add(self, sequence: Sequence, count: int) -> None:
-        start, known, table = sequence.scheduled, sequence.known, sequence.table
+    def _add_chunk(self, sequence: Sequence, count: int) -> None:
+        """The next `count` known tokens of a queued sequence, which leaves the queue with the last of them."""
+        start = sequence.scheduled
+        whole = start + count == sequence.known
+        spans = sequence.tracker.spans(start, count)
+        embeds, reads = tuple([span for span, _ in spans]), tuple([embedding for _, embedding in spans])
+        tokens, positions = sequence.tokens(start, count), sequence.positions(start, count)
+        self._add(sequence, tokens, count, positions, sample=whole, embeds=embeds, reads=reads)
+        self.core.order.served(sequence, count)
+        if whole:
+            _leave_queue(self.core, sequence, self.instance)
+
+    def _add(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        count: int,
+        positions: bytes,
+        sample: bool,
+        embeds: tuple[EmbedSpan, ...] = (),
+        reads: tuple[Embedding, ...] = (),
+    ) -> None:
+        instance, start, table = self.instance, sequence.scheduled, sequence.table
         assert table is not None
-        sample = start + count == known + sequence.unsampled
-        explicit = start + count <= known
-        opened = sample and sequence.sampler_at is not self.instance
-        spans = sequence.tracker.spans(start, count) if start < sequence.tracker.length else []
-        self.rows.append(
-            Row(
-                sequence.seq,
-                start,
-                sequence.tokens(start, count) if explicit else (),
-                sequence.positions(start, count),
-                tuple(table.blocks),
-                tuple([span for span, _ in spans]),
-                sample,
-                sequence.sampler_state() if opened else None,
-            )
+        opened = sequence.sampler_state() if sample and sequence.sampler_at is not instance else None
+        decode = sequence.phase == "decode"
+        self.rows.append(Row(sequence.seq, start, tokens, positions, table.blocks, embeds, sample, opened))
+        self.flights.append(
+            RowFlight(sequence, sequence.epoch, table, start, count, sample, decode, reads, instance.embeddings)
         )
         table.pin()
-        reads = [embedding for _, embedding in spans]
-        pool = self.instance.embeddings
         for embedding in reads:
-            assert pool is not None
-            pool.pin(embedding)
-        self.flights.append(RowFlight(sequence, sequence.epoch, table, start, count, sample, reads, pool))
+            assert instance.embeddings is not None
+            instance.embeddings.pin(embedding)
         self.budget -= count
         sequence.scheduled += count
-        self.core.life.begin(sequence, self.now)
-        if sequence.phase == "queued":
-            self.core.order.served(sequence, count)
-        if opened:
-            _move_sampler(sequence, self.instance)
         if sample:
             sequence.unsampled += 1
-            if sequence.phase == "queued":
-                _leave_queue(self.core, sequence, self.instance)
+        if opened:
+            _move_sampler(sequence, instance)
+        if sequence.waiting_for:
+            self.core.life.begin(sequence, self.now)
 
 
 def _move_sampler(sequence: Sequence, instance: Instance) -> None:
@@ -164,20 +183,20 @@ def complete_batch(core: Core, instance: Instance, flight: Flight, outcome: Outc
         if outcome.error is not None:
             core.failed_plan(sequence, f"{instance.name}: {outcome.error}", now)
             continue
-        _advance(core, instance, row, outcome)
+        sequence.computed = row.start + row.count
+        if row.decode:
+            core.counters.decoded_tokens += 1
+            sequence.decode_since = sequence.decode_since or outcome.start
+        else:
+            _prefilled(core, instance, row, outcome)
         if row.sample:
             sequence.unsampled -= 1
             _take(core, sequence, samples[sequence.seq], now)
 
 
-def _advance(core: Core, instance: Instance, row: RowFlight, outcome: Outcome) -> None:
-    sequence = row.sequence
-    sequence.computed = row.start + row.count
-    if row.count == 1 and row.start >= len(sequence.request.tokens):
-        core.counters.decoded_tokens += 1
-        sequence.decode_since = sequence.decode_since or outcome.start
-        return
-    prefilled = core.counters.prefilled
+def _prefilled(core: Core, instance: Instance, row: RowFlight, outcome: Outcome) -> None:
+    """A chunk's KV is there: its embeddings are needed no more."""
+    sequence, prefilled = row.sequence, core.counters.prefilled
     prefilled[sequence.klass] = prefilled.get(sequence.klass, 0) + row.count
     detail = {"first": row.start, "tokens": row.count}
     sequence.timeline.append(Span("prefill", outcome.start, outcome.end, instance.name, detail))
@@ -187,12 +206,13 @@ def _advance(core: Core, instance: Instance, row: RowFlight, outcome: Outcome) -
 
 def _take(core: Core, sequence: Sequence, sample: Sample, now: float) -> None:
     """Report a sampled token, or the end that it means."""
-    if not sequence.output:
+    request, output = sequence.request, sequence.output
+    if not output:
         sequence.timeline.append(Span("first token", now, now))
-    if sample.token in sequence.request.sampling.stop_token_ids:
+    if sample.token in request.sampling.stop_token_ids:
         core.life.end(sequence, now, "stop")
         return
-    sequence.output.append(sample.token)
-    core.life.token(TokenEvent(sequence.seq, sample.token, sample.logprob, sample.top))
-    if len(sequence.output) == sequence.request.max_tokens:
+    output.append(sample.token)
+    core.life.events.append(sample)
+    if len(output) == request.max_tokens:
         core.life.end(sequence, now, "length")

@@ -22,13 +22,13 @@ class BlockPool:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> tuple[int, ...]:
         """Hand out `count` blocks; the caller has checked `free`."""
-        taken = self._free[len(self._free) - count :]
+        taken = tuple(self._free[len(self._free) - count :])
         del self._free[len(self._free) - count :]
         return taken
 
-    def give_back(self, blocks: list[int]) -> None:
+    def give_back(self, blocks: tuple[int, ...]) -> None:
         """Return blocks that nothing names any more."""
         self._free.extend(blocks)
 
@@ -42,14 +42,10 @@ class Table:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.blocks: list[int] = []
+        self.blocks: tuple[int, ...] = ()  # plans name it as it is, so it is replaced and never changed
+        self.held = 0  # tokens that the blocks hold
         self._pins = 0
         self._released = False
-
-    @property
-    def held(self) -> int:
-        """Tokens that the table's blocks hold."""
-        return len(self.blocks) * self.pool.block_size
 
     def grow(self, tokens: int) -> bool:
         """Make room for `tokens` tokens in all; False, and nothing taken, if the pool has too few free blocks."""
@@ -58,6 +54,7 @@ class Table:
             return False
         if missing > 0:
             self.blocks += self.pool.take(missing)
+            self.held = len(self.blocks) * self.pool.block_size
         return True
 
     def capacity(self) -> int:
@@ -71,7 +68,8 @@ class Table:
     def unpin(self) -> None:
         """That plan's outcome is in, or its lost instance is idle or gone."""
         self._pins -= 1
-        self._return_blocks()
+        if self._released:
+            self._return_blocks()
 
     def release(self) -> None:
         """The sequence needs the table no more."""
@@ -80,7 +78,7 @@ class Table:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        if self._released and not self._pins:
+        if not self._pins:
             self.pool.returning -= len(self.blocks)
             self.pool.give_back(self.blocks)
-            self.blocks = []
+            self.blocks = ()

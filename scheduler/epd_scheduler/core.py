@@ -14,7 +14,7 @@ from epd_scheduler.lifecycle import Lifecycle
 from epd_scheduler.memory import Memory
 from epd_scheduler.order import EDF, FCFS, Order
 from epd_scheduler.profile import Profile
-from epd_scheduler.protocol import ArenaInfo, BatchPlan, EncodePlan, MigratePlan, Outcome, Plan, WorkerInfo
+from epd_scheduler.protocol import ArenaInfo, EncodePlan, MigratePlan, Outcome, Plan, WorkerInfo
 from epd_scheduler.request import Event, RefusedError, Request
 from epd_scheduler.rps import RPS
 from epd_scheduler.sequence import Sequence
@@ -43,7 +43,7 @@ class Core:
         self.handover: dict[int, Sequence] = {}  # prefilled, on the way to a decode instance
         self.memory = Memory(self)
         self.counters = Stats()
-        self._life = Lifecycle(self)
+        self.life = Lifecycle(self)  # ends and preempts sequences
         self._awaited = set(workers)
         self._lost: dict[str, tuple[str, ...]] = {}  # name -> roles
         self._undead: list[Instance] = []  # lost ones whose plans may run yet
@@ -68,14 +68,14 @@ class Core:
         self._awaited.discard(name)
         instance = self._remove(name, now)
         self._lost.setdefault(name, instance.info.roles if instance else ())
-        self._life.fail_unserved(now)
+        self.life.fail_unserved(now)
 
     def reclaim(self, pid: int) -> None:
         """A lost instance's process is idle or gone: what its plans named can be handed out."""
         for instance in [each for each in self._undead if each.info.pid == pid]:
             self._undead.remove(instance)
             for flight in instance.flights.values():
-                self._life.forget_flight(flight)
+                self.life.forget_flight(flight)
 
     def in_flight(self, name: str) -> int:
         """Plans without an outcome on an instance."""
@@ -98,17 +98,17 @@ class Core:
     def cancel(self, seq: int, now: float) -> None:
         """End a request at the client's wish; nothing happens if it has ended."""
         if sequence := self.sequences.get(seq):
-            self._life.end(sequence, now, "cancelled", "cancelled by the client")
+            self.life.end(sequence, now, "cancelled", "cancelled by the client")
 
     def stop(self, seq: int, now: float) -> None:
         """End a request whose text matched a stop string; nothing happens if it has ended."""
         if sequence := self.sequences.get(seq):
-            self._life.end(sequence, now, "stop")
+            self.life.end(sequence, now, "stop")
 
     def fail(self, seq: int, message: str, now: float) -> None:
         """End a request for a fault outside the core; nothing happens if it has ended."""
         if sequence := self.sequences.get(seq):
-            self._life.end(sequence, now, "internal", message)
+            self.life.end(sequence, now, "internal", message)
 
     # Scheduling
 
@@ -141,18 +141,13 @@ class Core:
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
-        return self._life.drain()
+        return self.life.drain()
 
     def stats(self) -> Stats:
         """Numbers for metrics."""
         return self.counters.snapshot(self)
 
     # For the planning modules
-
-    @property
-    def life(self) -> Lifecycle:
-        """Ends and preempts sequences."""
-        return self._life
 
     def new_plan_id(self) -> int:
         """Ids are never reused."""
@@ -164,9 +159,6 @@ class Core:
         instance.flights[flight.plan.id] = flight
         self._plans.append(flight.plan)
         instance.batch_next = instance.window == 1 and isinstance(flight.plan, EncodePlan)
-        if isinstance(flight.plan, BatchPlan):
-            self.counters.batches += 1
-            self.counters.batch_tokens += sum(row.count for row in flight.rows)
 
     def doing(self, role: str) -> list[Instance]:
         """Live instances of a stage."""
@@ -190,9 +182,9 @@ class Core:
         """A plan failed under a sequence through no fault of its own: compute it again, a few times at most."""
         sequence.failures += 1
         if sequence.failures > _MOST_FAILURES:
-            self._life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
+            self.life.end(sequence, now, "internal", f"failed {sequence.failures} times, last: {message}")
         else:
-            self._life.requeue(sequence, now, "failed")
+            self.life.requeue(sequence, now, "failed")
 
     def _remedy(self, role: str) -> str:
         """Who is missing from a stage, and how to bring it back. The roles of what never joined are not known."""
@@ -214,7 +206,7 @@ class Core:
             self._undead.append(instance)
         for sequence in list(self.sequences.values()):
             if sequence.seq in instance.placed:
-                self._life.requeue(sequence, now, "lost")
+                self.life.requeue(sequence, now, "lost")
                 sequence.prefill = None
         return instance
 

@@ -20,7 +20,7 @@ class Embedding:
     `users` counts the requests' units that hold it, `pins` the plans in flight that write or read it.
     """
 
-    def __init__(self, key: Key, rows: int, blocks: list[int]) -> None:
+    def __init__(self, key: Key, rows: int, blocks: tuple[int, ...]) -> None:
         self.key = key
         self.rows = rows
         self.blocks = blocks

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 def plan_encodes(core: Core, now: float) -> None:
     """Submit batches of at least C tokens, in order; the last batch of a request may be smaller."""
     full: set[Instance] = set()  # prefill instances whose memory is used up
+    encoder = _free_encoder(core)
+    if encoder is None:
+        return
     for sequence in core.order.for_encoding():
         if sequence.prefill in full:
             continue  # it would wait behind who waits there already
         while sequence.phase == "queued" and sequence.tracker.needs_encoding():
-            free = (instance for instance in core.doing("encode") if instance.room_to_encode)
-            encoder = min(free, key=lambda instance: len(instance.flights), default=None)
-            if encoder is None:
-                return
             if _plan_one(core, encoder, sequence, now):
+                encoder = _free_encoder(core)
+                if encoder is None:
+                    return
                 continue
             if sequence.tracker.needs_encoding():
                 if sequence.prefill is None:
@@ -34,6 +36,12 @@ def plan_encodes(core: Core, now: float) -> None:
             break
         if full and len(full) >= len(core.doing("prefill")):
             return
+
+
+def _free_encoder(core: Core) -> Instance | None:
+    """The one with the fewest plans of those that take another."""
+    free = (instance for instance in core.doing("encode") if instance.room_to_encode)
+    return min(free, key=lambda instance: len(instance.flights), default=None)
 
 
 def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> bool:
@@ -51,8 +59,8 @@ def _plan_one(core: Core, encoder: Instance, sequence: Sequence, now: float) -> 
         if cached:
             sequence.tracker.refresh()
             continue
-        blocks = tuple(unit.embedding.blocks)
-        gathered.append(EncodeUnit(sequence.seq, unit.item_index, unit.index, unit.item.media, unit.rows, blocks))
+        item, blocks = unit.item, unit.embedding.blocks
+        gathered.append(EncodeUnit(sequence.seq, unit.item_index, unit.index, item.media, unit.rows, blocks))
         embeddings.append(unit.embedding)
         tokens += unit.rows
         if tokens >= core.config.scheduler.encode_tokens:

@@ -45,8 +45,8 @@ def _submit(core: Core, sequence: Sequence, target: Instance, table: Table, now:
         target.name,
         sequence.seq,
         origin.info.kv,
-        tuple(source.blocks[:used]),
-        tuple(table.blocks[:used]),
+        source.blocks[:used],
+        table.blocks[:used],
         target.close_now(),
     )
     sequence.incoming = table
@@ -62,7 +62,7 @@ def complete_migration(core: Core, instance: Instance, flight: Flight, outcome: 
     sequence, epoch, source, table = flight.migration
     source.unpin()
     table.unpin()
-    if sequence.phase == "ended" or sequence.epoch != epoch:
+    if sequence.epoch != epoch:
         return
     if outcome.error is not None:
         core.failed_plan(sequence, f"{instance.name}: {outcome.error}", now)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from epd_scheduler.blocks import BlockPool, Table
 from epd_scheduler.embeddings import Embedding, EmbeddingPool
 from epd_scheduler.protocol import EncodePlan, Plan, Role, WorkerInfo
 from epd_scheduler.sequence import Sequence
 
 
-@dataclass(slots=True)
-class RowFlight:
+class RowFlight(msgspec.Struct, frozen=True):
     """What the core must know when a row's outcome comes in."""
 
     sequence: Sequence
@@ -20,13 +21,14 @@ class RowFlight:
     start: int
     count: int
     sample: bool
-    reads: list[Embedding]
+    decode: bool  # a generated token's, not a part of the prompt or of a recomputation
+    reads: tuple[Embedding, ...]
     pool: EmbeddingPool | None  # of `reads`
 
     @property
     def current(self) -> bool:
         """The sequence still lives the life that the row belongs to: neither ended nor preempted since."""
-        return self.sequence.phase != "ended" and self.sequence.epoch == self.epoch
+        return self.sequence.epoch == self.epoch
 
     def release(self) -> None:
         """The row runs no more: its blocks and embeddings may be reused once nobody else holds them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from epd_scheduler.instance import Flight
-from epd_scheduler.request import EndEvent, EndReason, Event, Span, TokenEvent
+from epd_scheduler.request import EndEvent, EndReason, Event, Span
 from epd_scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ class Lifecycle:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._events: list[Event] = []
+        self.events: list[Event] = []  # since the last `drain`
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def begin(self, sequence: Sequence, now: float) -> None:
@@ -31,10 +31,6 @@ class Lifecycle:
             self._core.counters.waits.append((sequence.klass, now - sequence.request.arrival))
         sequence.end_wait(now)
 
-    def token(self, event: TokenEvent) -> None:
-        """Report a generated token."""
-        self._events.append(event)
-
     def end(self, sequence: Sequence, now: float, reason: EndReason, message: str = "") -> None:
         """The only way out of the core."""
         sequence.end_wait(now)
@@ -43,7 +39,7 @@ class Lifecycle:
         sequence.phase = "ended"
         del self._core.sequences[sequence.seq]
         self._core.counters.ended(reason)
-        self._events.append(EndEvent(sequence.seq, reason, message, tuple(sequence.timeline), sequence.klass))
+        self.events.append(EndEvent(sequence.seq, reason, message, tuple(sequence.timeline), sequence.klass))
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Take a sequence's memory for one that outranks it."""
@@ -57,7 +53,6 @@ class Lifecycle:
         """Free all that a sequence holds and queue it again; its tokens so far stay and are recomputed."""
         self._mark_phase_end(sequence, now)
         self._detach(sequence)
-        sequence.epoch += 1
         sequence.computed = sequence.scheduled = sequence.unsampled = 0
         sequence.end_wait(now)
         sequence.waiting_for, sequence.waiting_since = why, now
@@ -83,8 +78,9 @@ class Lifecycle:
             destination.unpin()
 
     def _detach(self, sequence: Sequence) -> None:
-        """Take a sequence out of every queue and release what it holds."""
+        """Take a sequence out of every queue and release what it holds; what is in flight for it counts no more."""
         core = self._core
+        sequence.epoch += 1
         if sequence.phase == "queued":
             core.order.remove(sequence)
         core.handover.pop(sequence.seq, None)

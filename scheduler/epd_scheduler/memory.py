@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ class _Claim(NamedTuple):
     @property
     def stands(self) -> bool:
         """False once the sequence has ended or was preempted."""
-        return self.sequence.phase != "ended" and self.sequence.epoch == self.epoch
+        return self.sequence.epoch == self.epoch
 
 
 class Memory:
@@ -44,7 +45,8 @@ class Memory:
         self._core = core
         self._waiting: dict[str, _Claim] = {}  # pool id -> the first of those that wait for it in this step
         self._claims: dict[str, _Claim] = {}  # the same of the step before
-        self._holders: dict[int, Sequence] = {}  # all that may hold memory, by seq: those to look at for victims
+        # By pool id all that may hold some of it, by seq: those to look at for victims.
+        self._holders: defaultdict[str, dict[int, Sequence]] = defaultdict(dict)
 
     def begin_step(self) -> None:
         """Who still waits will say so again; until then its claim of the last step stands."""
@@ -52,7 +54,8 @@ class Memory:
 
     def released(self, sequence: Sequence) -> None:
         """A sequence holds no memory any more."""
-        self._holders.pop(sequence.seq, None)
+        for holders in self._holders.values():
+            holders.pop(sequence.seq, None)
 
     def check_fits(self, request: Request) -> None:
         """Raise RefusedError for a request that could not run even alone."""
@@ -109,7 +112,7 @@ class Memory:
                 return 0
             table.grow(sequence.scheduled + count)
         sequence.table = table
-        self._holders[sequence.seq] = sequence
+        self._holders[pool.id][sequence.seq] = sequence
         return count
 
     def table_for(self, sequence: Sequence, pool: BlockPool, decodes: bool, now: float) -> Table | None:
@@ -121,7 +124,7 @@ class Memory:
             return None
         table = Table(pool)
         table.grow(tokens)
-        self._holders[sequence.seq] = sequence
+        self._holders[pool.id][sequence.seq] = sequence
         return table
 
     def embedding_for(
@@ -131,7 +134,7 @@ class Memory:
         if self._must_wait(pool.arena.id, sequence):
             return None, False
         key = (unit.item.key, unit.index)
-        self._holders[sequence.seq] = sequence
+        self._holders[pool.arena.id][sequence.seq] = sequence
         if cached := pool.find(key):
             if not cached.ready:
                 cached.waiting.append(sequence)
@@ -139,12 +142,13 @@ class Memory:
         embedding = pool.create(key, unit.rows)
         if embedding is None:
             need = pool.blocks_for(unit.rows)
-            for victim in self._victims(
-                sequence, lambda s: bool(s.tracker.units) and s.lives_at is pool and s.tracker.holds_any()
-            ):
-                if pool.available + pool.returning >= need:
-                    break
-                self._core.life.preempt(victim, now)
+            self._preempt(
+                sequence,
+                pool.arena.id,
+                lambda: pool.available + pool.returning >= need,
+                lambda victim: victim.lives_at is pool and victim.tracker.holds_any(),
+                now,
+            )
             embedding = pool.create(key, unit.rows)
         if embedding is None:
             self._wait(pool.arena.id, sequence)
@@ -163,20 +167,31 @@ class Memory:
 
     def _take_blocks(self, sequence: Sequence, pool: BlockPool, need: int, now: float) -> None:
         """Preempt outranked sequences until `need` blocks are free or will be when plans in flight are done."""
+        self._preempt(
+            sequence,
+            pool.id,
+            lambda: pool.free + pool.returning >= need,
+            lambda victim: any(table and table.pool is pool for table in (victim.table, victim.incoming)),
+            now,
+        )
 
-        def holds(victim: Sequence) -> bool:
-            return any(table is not None and table.pool is pool for table in (victim.table, victim.incoming))
-
-        for victim in self._victims(sequence, holds):
-            if pool.free + pool.returning >= need:
-                return
+    def _preempt(
+        self,
+        sequence: Sequence,
+        pool_id: str,
+        enough: Callable[[], bool],
+        holds: Callable[[Sequence], bool],
+        now: float,
+    ) -> None:
+        """Until there is enough, preempt those that hold some of a pool and that `sequence` outranks, last first."""
+        if enough():
+            return
+        holders = self._holders[pool_id].values()
+        victims = [s for s in holders if s.rank > sequence.rank and not s.protected and holds(s)]
+        for victim in sorted(victims, key=lambda s: s.rank, reverse=True):
             self._core.life.preempt(victim, now)
-
-    def _victims(self, sequence: Sequence, holds: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Sequences that hold some of the memory, that `sequence` outranks and that may be preempted, last first."""
-        holders = self._holders.values()
-        outranked = [s for s in holders if s.rank > sequence.rank and not s.protected and holds(s)]
-        return sorted(outranked, key=lambda s: s.rank, reverse=True)
+            if enough():
+                return
 
     def _may_preempt(self, sequence: Sequence) -> bool:
         """True for the first of all, and for those that reserve."""
@@ -188,8 +203,11 @@ class Memory:
         return [-(-rows // self._core.config.embedding.block_size) for rows in units.values()]
 
     def _must_wait(self, pool_id: str, sequence: Sequence) -> bool:
-        claims = (self._claims.get(pool_id), self._waiting.get(pool_id))
-        return any(claim is not None and claim.stands and claim.rank < sequence.rank for claim in claims)
+        for claims in (self._claims, self._waiting):
+            claim = claims.get(pool_id)
+            if claim is not None and claim.rank < sequence.rank and claim.stands:
+                return True
+        return False
 
     def _wait(self, pool_id: str, sequence: Sequence) -> None:
         claim = _Claim(sequence.rank, sequence, sequence.epoch)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from epd_scheduler.protocol import Sampling
+from epd_scheduler.protocol import Sample, Sampling
 
 Class = Literal["sand", "pebble", "rock"]
 CLASSES: tuple[Class, ...] = ("sand", "pebble", "rock")
@@ -53,14 +53,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: dict[str, int] = {}  # e.g. {"item": 0, "unit": 0, "rows": 64} or {"first": 0, "tokens": 256}
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
-    """A generated token, in order, each exactly once. End-of-sequence tokens are not reported."""
-
-    seq: int
-    token: int
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-
+TokenEvent = Sample  # a generated token, in order, each exactly once; end-of-sequence tokens are not reported
 
 EndReason = Literal["stop", "length", "cancelled", "invalid_argument", "unavailable", "internal"]
 

@@ -81,7 +81,9 @@ class RPS:
         yield first
         heads = {name: queue.first.rank for name, queue in self._by_deadline.items() if len(queue)}
         for name in sorted(heads, key=lambda name: heads[name]):
-            yield from (s for s in self._by_deadline[name] if s is not first)
+            for sequence in self._by_deadline[name]:
+                if sequence is not first:
+                    yield sequence
 
     def served(self, sequence: Sequence, tokens: int) -> None:
         """Each waiting class is owed its share of all tokens, one batch at most; what it gets is off."""

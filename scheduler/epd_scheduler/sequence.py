@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import struct
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,6 +17,8 @@ from epd_scheduler.tracker import EmbeddingTracker
 if TYPE_CHECKING:
     from epd_scheduler.instance import Instance
 
+_int32 = struct.Struct("i")
+
 Rank = tuple[float, ...]
 Phase = Literal["queued", "handover", "decode", "ended"]
 
@@ -25,17 +27,18 @@ class Sequence:
     """A request on its way through the stages.
 
     `known` tokens are the prompt and what was generated so far. The KV of the first `computed` is in the arena, that
-    of the first `scheduled` is there or in plans in flight; `unsampled` of those plans' rows sample a token. Rows of
-    an older `epoch` belong to a life before a preemption and count no more.
+    of the first `scheduled` is there or in plans in flight; `unsampled` of those plans' rows sample a token. What was
+    planned in an older `epoch`, before a preemption or the end, counts no more.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.seq = request.seq
         self.klass: Class = "sand"
         self.deadline = request.arrival  # time.monotonic() seconds
         self.rank: Rank = ()  # given by the order policy
         self.reserves = False  # it starts only with all the memory that it can ever need, and is never preempted then
-        self.tracker = EmbeddingTracker(request.items, len(request.tokens))
+        self.tracker = EmbeddingTracker(request.items)
         self.output: list[int] = []
         self.phase: Phase = "queued"  # queued: encoding, prefilling, or waiting for either
         self.computed = 0
@@ -52,11 +55,6 @@ class Sequence:
         self.waiting_for: str | None = "queued"  # name of the span that ends when the next plan is made for it
         self.waiting_since = request.arrival
         self.decode_since = 0.0
-
-    @property
-    def seq(self) -> int:
-        """The request's number."""
-        return self.request.seq
 
     @property
     def known(self) -> int:
@@ -96,14 +94,17 @@ class Sequence:
         """int32 [d, count], C order, of tokens `first ..< first + count`, prompt or generated."""
         prompt = self.request.positions
         dimensions, length = prompt.shape
-        if first >= length and count == 1:
-            return (first + self.request.position_delta).to_bytes(4, sys.byteorder, signed=True) * dimensions
         if first + count <= length:
             return prompt[:, first : first + count].tobytes()
         generated = np.arange(max(first, length), first + count, dtype=np.int32) + np.int32(self.request.position_delta)
         tail = np.broadcast_to(generated, (dimensions, len(generated)))
         both: npt.NDArray[np.int32] = np.concatenate([prompt[:, first:], tail], axis=1)
         return both.tobytes()
+
+    def next_position(self) -> bytes:
+        """`positions` of the first token that is not scheduled, which is a generated one."""
+        position = self.scheduled + self.request.position_delta
+        return _int32.pack(position) * len(self.request.positions)
 
     def sampler_state(self) -> SamplerState:
         """What an instance needs to sample the next token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from epd_scheduler.request import Class
 
 if TYPE_CHECKING:
     from epd_scheduler.core import Core
+
+_MOST_WAITS = 10_000
 
 
 @dataclass
@@ -24,7 +27,8 @@ class Stats:
     migrations: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)  # by class
     ends: dict[str, int] = field(default_factory=dict)  # by reason
-    waits: list[tuple[Class, float]] = field(default_factory=list)  # arrival to first plan, s; since the last snapshot
+    # Seconds from arrival to first plan, since the last snapshot; the last ones if nobody takes any.
+    waits: deque[tuple[Class, float]] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
 
     queued: int = 0  # waiting for encoding or prefill
     waiting: dict[Class, int] = field(default_factory=dict)  # the same, by class
@@ -52,7 +56,7 @@ class Stats:
 
     def snapshot(self, core: Core) -> Stats:
         """A copy with the gauges as they are now. It takes `waits` along: the next copy has those that end later."""
-        waits, self.waits = self.waits, []
+        waits, self.waits = self.waits, deque(maxlen=_MOST_WAITS)
         waiting: dict[Class, int] = {}
         oldest: dict[Class, float] = {}
         for sequence in core.sequences.values():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from epd_scheduler.embeddings import Embedding, EmbeddingPool
 from epd_scheduler.protocol import EmbedSpan
 from epd_scheduler.request import Item
+
+EVERYTHING = sys.maxsize  # tokens are ready: the prompt and what is generated
 
 
 class Unit:
@@ -35,8 +38,7 @@ class EmbeddingTracker:
     units lie wholly before the tokens whose KV is computed; their embeddings are released.
     """
 
-    def __init__(self, items: tuple[Item, ...], length: int) -> None:
-        self.length = length  # prompt tokens
+    def __init__(self, items: tuple[Item, ...]) -> None:
         self.units: list[Unit] = []
         for number, item in enumerate(items):
             start = item.start
@@ -44,49 +46,43 @@ class EmbeddingTracker:
                 self.units.append(Unit(item, number, index, start))
                 start += rows
         self._consumed = 0  # units before this one are consumed
-        self._ready_tokens = 0
-        self._ready = 0  # units before this one are ready or consumed
+        self.ready = EVERYTHING  # tokens before the first that waits for its embedding: those to schedule (Algorithm 2)
+        self._landed = 0  # units before this one are ready or consumed
         self._planned = 0  # units before this one have an embedding, ready or on its way, or are consumed
         self.refresh()
 
     def unplanned(self) -> Iterator[Unit]:
         """Units that still need encoding, in prompt order."""
-        while self._planned < len(self.units) and self.units[self._planned].embedding is not None:
-            self._planned += 1
+        if not self.needs_encoding():
+            return iter(())
         return (unit for unit in self.units[self._planned :] if unit.embedding is None)
 
     def refresh(self) -> None:
         """An embedding was assigned, has landed or is gone: see how far the prompt is ready."""
-        while self._ready < len(self.units):
-            embedding = self.units[self._ready].embedding
+        while self._landed < len(self.units):
+            embedding = self.units[self._landed].embedding
             if embedding is None or not embedding.ready:
-                self._ready_tokens = self.units[self._ready].start
+                self.ready = self.units[self._landed].start
                 return
-            self._ready += 1
-        self._ready_tokens = self.length
-
-    def ready_prefix(self, length: int) -> int:
-        """Tokens of the sequence's first `length` that are schedulable as far as embeddings go (Algorithm 2)."""
-        return length if self._ready_tokens == self.length else self._ready_tokens
-
-    def all_ready(self) -> bool:
-        """True when every embedding that is not consumed has landed."""
-        return self._ready_tokens == self.length
+            self._landed += 1
+        self.ready = EVERYTHING
 
     def spans(self, first: int, count: int) -> list[tuple[EmbedSpan, Embedding]]:
         """The embedding rows that tokens `first ..< first + count` take; all of them are ready."""
         spans = []
-        for unit in self.units[self._consumed : self._ready]:
+        for unit in self.units[self._consumed : self._landed]:
             low, high = max(first, unit.start), min(first + count, unit.end)
             if low < high:
                 assert unit.embedding is not None
-                blocks = tuple(unit.embedding.blocks)
-                spans.append((EmbedSpan(low - first, high - low, low - unit.start, blocks), unit.embedding))
+                span = EmbedSpan(low - first, high - low, low - unit.start, unit.embedding.blocks)
+                spans.append((span, unit.embedding))
         return spans
 
     def needs_encoding(self) -> bool:
         """True while a unit is neither encoded nor on its way."""
-        return next(self.unplanned(), None) is not None
+        while self._planned < len(self.units) and self.units[self._planned].embedding is not None:
+            self._planned += 1
+        return self._planned < len(self.units)
 
     def holds(self, embedding: Embedding) -> bool:
         """True if a unit waits for or still needs this very embedding."""
@@ -102,7 +98,7 @@ class EmbeddingTracker:
 
     def consume(self, computed: int, pool: EmbeddingPool) -> None:
         """The KV of the first `computed` tokens is there: release the embeddings that lie before."""
-        while self._consumed < self._ready and self.units[self._consumed].end <= computed:
+        while self._consumed < self._landed and self.units[self._consumed].end <= computed:
             unit = self.units[self._consumed]
             assert unit.embedding is not None
             pool.release(unit.embedding)
@@ -124,5 +120,5 @@ class EmbeddingTracker:
             if unit.embedding is not None and pool is not None:
                 pool.release(unit.embedding)
             unit.embedding = None
-        self._consumed = self._ready = self._planned = 0
+        self._consumed = self._landed = self._planned = 0
         self.refresh()

@@ -114,7 +114,7 @@ def test_nothing_schedulable_is_left_while_a_worker_has_room(
         prefill, encoder = cluster.core.instances["prefill"], cluster.core.instances["encoder"]
         for sequence in cluster.core.order.for_prefill():
             if prefill.room:
-                assert sequence.scheduled == sequence.tracker.ready_prefix(sequence.known) or (
+                assert sequence.scheduled == min(sequence.tracker.ready, sequence.known) or (
                     sequence.reserves and sequence.tracker.needs_encoding()
                 )
             if encoder.room:

@@ -24,7 +24,7 @@ def test_each_class_has_its_numbers_under_every_order(order: str) -> None:
     before = cluster.core.stats()
     assert before.waiting == {"sand": 1, "pebble": 1, "rock": 2}
     assert before.oldest == {"sand": 1.0, "pebble": 2.0, "rock": 3.0}
-    assert before.waits == []
+    assert not before.waits
 
     cluster.submit()  # at 10.001 s: a batch with all text that comes first in a prompt, two encodings
     first = cluster.core.stats()
@@ -38,6 +38,26 @@ def test_each_class_has_its_numbers_under_every_order(order: str) -> None:
 
     cluster.run()
     after = cluster.core.stats()
-    assert (after.waiting, after.oldest, after.waits) == ({}, {}, [])
+    assert (after.waiting, after.oldest, list(after.waits)) == ({}, {}, [])
     assert after.prefilled == {"sand": 9, "pebble": 11, "rock": 16 + 21}
     assert after.prefilled_tokens == 57
+
+
+def test_what_is_recomputed_counts_as_prefilled_even_token_by_token() -> None:
+    """The step that computes the second generated token fails: prompt and both are computed again, one at a time."""
+    config = Config(
+        kv=KVConfig(4, 64),
+        embedding=EmbeddingConfig(4, 64),
+        scheduler=SchedulerConfig(token_budget=1, async_scheduling=False),
+    )
+    infos = worker_infos("e-pd", 64, 4, 64, 1)
+    cluster = Cluster(Core(config, [info.name for info in infos]), infos, random.Random(0))
+    cluster.add(make_request(1, [2], 3, []))
+    while len(cluster.tokens[1]) < 2:
+        cluster.submit()
+        cluster.advance()
+    cluster.workers["language"].fail_next = True
+    cluster.run()
+    assert len(cluster.tokens[1]) == 3
+    stats = cluster.core.stats()
+    assert (stats.prefilled_tokens, stats.decoded_tokens) == (2 + 4, 1)
