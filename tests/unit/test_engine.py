@@ -324,16 +324,17 @@ def test_after_a_defect_of_the_core_nobody_works_beside_plans_of_the_old_one(
 ) -> None:
     """The encoder still writes to the arena of prefill."""
     monkeypatch.setattr("epd_orchestrator.process.runs", lambda _: True)
-    world.peers["encoder"].frozen = True
+    world.peers["encoder"].frozen = world.peers["prefill"].frozen = True
     reading = world.ask("Read.", images=(png(),))
-    while not world.peers["encoder"].plans:
+    while not (world.peers["encoder"].plans and world.peers["prefill"].plans):  # prefill: the text before the image
         time.sleep(0.01)
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("broken")
 
     world.engine._hub._core.complete = broken  # type: ignore[method-assign]
-    assert world.ask("a").result()[1] == reading.result()[1] == "internal"
+    world.peers["prefill"].frozen = False
+    assert reading.result()[1] == "internal"
     client = world.ask("a", '{"max_tokens": 2}')
     time.sleep(0.5)
     assert [link.name for link in world.engine._hub.links if link.info] == []
