@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from epd_client.timeline import picture
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False)
+
+DRAIN_S = 20.0  # for open requests when `epd serve` is told to stop
 
 Url = Annotated[str, typer.Option(help="The server's gRPC address.")]
 Repository = Annotated[Path, typer.Option(help="Model repository directory.")]
@@ -63,9 +66,12 @@ def serve(
             time.sleep(0.2)
         _fail(f"tritonserver ended by itself; log: {server.log}")
     except KeyboardInterrupt:
+        with contextlib.suppress(EpdError, KeyboardInterrupt):  # told again, or a server that cannot
+            console.print(f"stopping when open requests have ended, in {DRAIN_S:.0f} s at most; Ctrl-C: now")
+            control.drain(server.grpc, DRAIN_S)
         for again in (signal.SIGINT, signal.SIGTERM):  # would leave the stopping half done
             signal.signal(again, signal.SIG_IGN)
-        console.print("stopping; open requests end with an error, after 25 s at most")
+        console.print("stopping")
     except (InstallError, LaunchError) as error:
         _fail(str(error))
     finally:
@@ -109,6 +115,22 @@ def health(url: Url = "localhost:8001") -> None:
         console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
+
+
+@app.command()
+def drain(
+    url: Url = "localhost:8001",
+    timeout: Annotated[float, typer.Option(min=0.0, help="Most seconds to wait for open requests.")] = 60.0,
+) -> None:
+    """Before a stop: refuse new requests and wait until open ones end (`epd reload epd_ensemble` undoes it)."""
+    try:
+        with console.status("waiting for the end of open requests"):
+            ended = control.drain(url, timeout)
+    except EpdError as error:
+        _fail(str(error))
+    if not ended:
+        _fail(f"requests are still open after {timeout:g} s; no new ones are taken in")
+    console.print("all requests have ended; no new ones are taken in")
 
 
 @app.command()

@@ -70,8 +70,9 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
                 raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
             alive = model == MODEL and not _orchestrator_died(url)
             server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
-            if alive:
-                _wait_until_unloaded(server, model)
+            if alive and not _is_unloaded(server, model, RELOAD_TIMEOUT_S):
+                message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
+                raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
             server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
             _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
@@ -88,18 +89,32 @@ def _orchestrator_died(url: str) -> bool:
     return False
 
 
-def _wait_until_unloaded(server: triton.InferenceServerClient, model: str) -> None:
-    """Triton unloads in the background, when the last open request has ended, and would load meanwhile.
+def drain(url: str, timeout_s: float) -> bool:
+    """Let the server refuse new requests and finish the open ones; it then serves none until the orchestrator is
+    loaded again.
+
+    Returns whether all have ended within `timeout_s`. Raises EpdError.
+    """
+    with triton.InferenceServerClient(url) as server:
+        try:
+            server.unload_model(MODEL, client_timeout=timeout_s)
+            return _is_unloaded(server, MODEL, timeout_s)
+        except InferenceServerException as error:
+            raise as_epd_error(error, url) from error
+
+
+def _is_unloaded(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:
+    """Wait for it: Triton unloads in the background, when the last open request has ended, and would load meanwhile.
 
     Two orchestrators would give the same memory of workers to different requests, and share metrics, which crashes
     Triton 2.51.
     """
-    deadline = time.monotonic() + RELOAD_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while _state(server, model) == "UNLOADING":
         if time.monotonic() > deadline:
-            message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
-            raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
+            return False
         time.sleep(POLL_S)
+    return True
 
 
 def _state(server: triton.InferenceServerClient, model: str) -> str:
