@@ -83,13 +83,14 @@ class Memory:
     def reserve(self, sequence: Sequence, instance: Instance, now: float) -> bool:
         """Before a sequence that reserves takes anything at `instance`: all the blocks that it can need there.
 
-        It may decode from them too, there or in another instance that has the same pool.
+        It may decode from them too, there or in another instance that has the same pool, or will when it joins.
         """
         if not sequence.reserves or sequence.table:
             return True
         pool = instance.kv
         assert pool
-        decodes = any(other.kv is pool for other in self._core.doing("decode"))
+        others = self._core.doing("decode")
+        decodes = not others or any(other.kv is pool for other in others)
         sequence.table = self.table_for(sequence, pool, decodes, now)
         return sequence.table is not None
 

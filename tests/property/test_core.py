@@ -152,18 +152,24 @@ def test_blocks_that_an_encoder_still_writes_are_not_handed_out_when_their_insta
     cluster.assert_empty()
 
 
-def test_sand_that_prefills_and_decodes_in_one_pool_reserves_for_both() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["decode is there", "decode joins later"])
+def test_sand_that_prefills_and_decodes_in_one_pool_reserves_for_both(late: bool) -> None:
     """Else two that are never preempted each wait for the other's blocks."""
     config = Config(
         kv=KVConfig(4, 8),
         embedding=EmbeddingConfig(4, 8),
         scheduler=SchedulerConfig(order="rps", rps=RPSConfig("modality")),
     )
-    cluster = make_cluster(config, "e-p+d", 1, 0)
+    *others, decode = worker_infos("e-p+d", 8, 4, 8, 1)
+    cluster = Cluster(Core(config, ["encoder", "prefill", "decode"]), others, random.Random(0))
     wanted = [make_request(seq, [12], 12, []) for seq in (6, 7)]
     assert [len(expected_tokens(request)) for request in wanted] == [12, 12]
     for request in wanted:
         cluster.add(request)
+    while late and cluster.submit():
+        while cluster.advance():
+            pass
+    cluster.join(decode)
     cluster.run()
     assert [cluster.tokens[request.seq] for request in wanted] == [expected_tokens(request) for request in wanted]
     cluster.assert_empty()
