@@ -9,7 +9,7 @@ from epd_scheduler.encoding import place
 from epd_scheduler.instance import Flight, Instance, RowFlight
 from epd_scheduler.protocol import BatchPlan, EmbedSpan, Outcome, Row, Sample
 from epd_scheduler.request import Span
-from epd_scheduler.sequence import Sequence
+from epd_scheduler.sequence import Rank, Sequence
 from epd_scheduler.tracker import EVERYTHING
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ class _Batch:
         overlap, memory = self.core.config.scheduler.overlap, self.core.memory
         if self.full:
             return
-        no_blocks = False  # whoever has no blocks yet gets none now
+        first: Rank = ()  # of those that have no blocks yet and get none now: whom it outranks gets none either
         for sequence in self.core.order.for_prefill():
-            if sequence.phase != "queued" or (no_blocks and sequence.table is None):
+            if sequence.phase != "queued" or (first and sequence.table is None and sequence.rank > first):
                 continue
             ready = sequence.tracker.ready
             if ready <= sequence.scheduled or (overlap == "none" and ready != EVERYTHING):
@@ -98,7 +98,7 @@ class _Batch:
                 if overlap == "intra" or self.full:
                     return
             elif starts:
-                no_blocks = True
+                first = min(first or sequence.rank, sequence.rank)
 
     def drop_preempted(self) -> bool:
         """Take out rows whose sequence lost its memory to a later row of the batch. True if there were any."""

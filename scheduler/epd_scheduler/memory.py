@@ -81,11 +81,17 @@ class Memory:
         return sum(self._embedding_blocks(request)) <= self._core.config.embedding.blocks
 
     def reserve(self, sequence: Sequence, instance: Instance, now: float) -> bool:
-        """Before a sequence that reserves takes anything at `instance`: all the blocks that it can need there."""
+        """Before a sequence that reserves takes anything at `instance`: all the blocks that it can need there.
+
+        It may decode from them too, there or in another instance that has the same pool, or will when it joins.
+        """
         if not sequence.reserves or sequence.table:
             return True
-        assert instance.kv
-        sequence.table = self.table_for(sequence, instance.kv, instance.does("decode"), now)
+        pool = instance.kv
+        assert pool
+        others = self._core.doing("decode")
+        decodes = not others or any(other.kv is pool for other in others)
+        sequence.table = self.table_for(sequence, pool, decodes, now)
         return sequence.table is not None
 
     def room_for(self, sequence: Sequence, instance: Instance, count: int, now: float) -> int:

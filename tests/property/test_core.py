@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig, RPSConfig, SchedulerConfig
 from epd_scheduler.core import Core
@@ -25,7 +26,8 @@ def requests(draw: st.DrawFn) -> list[Request]:
     made = []
     for seq, parts in enumerate(draw(st.lists(prompt, min_size=1, max_size=12)), 1):
         media = [draw(st.integers(1, 6)) * 100 + _shape_number(p) for p in parts if isinstance(p, tuple)]
-        made.append(make_request(seq, parts, draw(st.integers(1, 12)), media))
+        request = make_request(seq, parts, draw(st.integers(1, 12)), media)
+        made.append(msgspec.structs.replace(request, priority=draw(st.sampled_from([0, 1]))))  # sand with images too
     return made
 
 
@@ -89,7 +91,7 @@ def test_every_request_ends_with_the_right_tokens(
         assert cluster.tokens[request.seq] == tokens
         assert cluster.ends[request.seq].reason == ("length" if len(tokens) == request.max_tokens else "stop")
     cluster.assert_empty()
-    if config.scheduler.order == "rps":
+    if config.scheduler.order == "rps" and all(cluster.core.memory.fits_at_once(request) for request in wanted):
         assert "sand" not in cluster.core.stats().preemptions
 
 
@@ -149,6 +151,29 @@ def test_blocks_that_an_encoder_still_writes_are_not_handed_out_when_their_insta
     cluster.run()
     assert cluster.ends[1].reason == "unavailable"
     assert cluster.tokens[2] == expected_tokens(request)
+    cluster.assert_empty()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["decode is there", "decode joins later"])
+def test_sand_that_prefills_and_decodes_in_one_pool_reserves_for_both(late: bool) -> None:
+    """Else two that are never preempted each wait for the other's blocks."""
+    config = Config(
+        kv=KVConfig(4, 8),
+        embedding=EmbeddingConfig(4, 8),
+        scheduler=SchedulerConfig(order="rps", rps=RPSConfig("modality")),
+    )
+    *others, decode = worker_infos("e-p+d", 8, 4, 8, 1)
+    cluster = Cluster(Core(config, ["encoder", "prefill", "decode"]), others, random.Random(0))
+    wanted = [make_request(seq, [12], 12, []) for seq in (6, 7)]
+    assert [len(expected_tokens(request)) for request in wanted] == [12, 12]
+    for request in wanted:
+        cluster.add(request)
+    while late and cluster.submit():
+        while cluster.advance():
+            pass
+    cluster.join(decode)
+    cluster.run()
+    assert [cluster.tokens[request.seq] for request in wanted] == [expected_tokens(request) for request in wanted]
     cluster.assert_empty()
 
 

@@ -12,7 +12,7 @@ from epd_scheduler.request import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulated import Cluster, make_request, worker_infos
+from tests.simulated import Cluster, expected_tokens, make_request, worker_infos
 
 BUDGET = 16
 ORDERS = ["fcfs", "edf", "rps"]
@@ -91,6 +91,22 @@ def test_under_endless_sand_a_pebble_or_rock_gets_its_share(
         )
         assert served <= -(-tokens // BUDGET) * BUDGET / share + 4 * BUDGET
         cluster.advance()
+
+
+def test_whose_share_is_due_but_waits_for_memory_holds_up_nobody_that_outranks_it() -> None:
+    """It would for ever, if another that it outranks held that memory: only the first of all preempts."""
+    config = Config(
+        kv=KVConfig(block_size=4, blocks=8),
+        scheduler=SchedulerConfig(order="rps", token_budget=4, rps=RPSConfig("modality", share=1.0)),
+    )
+    infos = worker_infos("e-pd", 8, 4, 512, 1)
+    cluster = Cluster(Core(config, [info.name for info in infos]), infos, random.Random(0))
+    for seq, tokens, output, priority in ((7, 12, 8, 1), (8, 24, 1, 3), (9, 4, 2, 1)):  # 5, 7 and 2 blocks
+        request = msgspec.structs.replace(text(seq, tokens, priority), max_tokens=output)
+        assert len(expected_tokens(request)) == output
+        cluster.add(request)
+    cluster.run()
+    assert list(cluster.ends) == [9, 7, 8]
 
 
 parts = st.lists(

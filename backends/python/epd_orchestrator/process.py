@@ -20,8 +20,9 @@ def older(names: Iterable[str]) -> dict[str, set[int]]:
             pid = int(path.parent.name)
             parent, begin = _parent_and_begin(pid)
             if program.endswith("triton_python_backend_stub") and parent == os.getppid() and begin < own:
-                model = Path(arguments[0]).parents[1].name  # MODEL/VERSION/model.py
-                if model in found:
+                # The path MODEL/VERSION/model.py, or another one if Triton fetched it; and the instance, MODEL_0_0.
+                said = {Path(arguments[0]).parent.parent.name, *(each.rsplit("_", 2)[0] for each in arguments)}
+                for model in found.keys() & said:
                     found[model].add(pid)
     return found
 
