@@ -37,8 +37,8 @@ def require_alone(model: str, timeout_s: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"process {min(pids)} serves '{model}' already, and two at a time would use the same memory of workers "
-                f"for different requests; unload '{model}' and wait until its state in the repository index is "
-                f"UNAVAILABLE before you load it, or run `epd reload {model}`, which does so"
+                f"for different requests; its instance group must have count 1; to load it anew, unload '{model}' and "
+                f"wait until its state in the repository index is UNAVAILABLE, or run `epd reload {model}`"
             )
         time.sleep(0.1)
 
