@@ -210,8 +210,18 @@ def _profile(samples: Sequence[Samples], config: Config) -> Profile:
 
 
 def _simulate(
-    scenario: Scenario, seconds: float, config: Config, timing: Timing, template: Template, profile: Profile
+    scenario: Scenario,
+    seconds: float,
+    config: Config,
+    timing: Timing,
+    template: Template,
+    profile: Profile,
+    *,
+    encode_spread: float = 0.0,
+    forward_spread: float = 0.0,
+    seed: int = 0,
 ) -> Summary:
+    timing = msgspec.structs.replace(timing, encode_spread=encode_spread, forward_spread=forward_spread, seed=seed)
     simulation = Simulation(
         config, topology(scenario.topology), profile, vision=VISION, timing=timing, template=template
     )

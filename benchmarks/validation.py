@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 from epd_client import bench
@@ -17,6 +20,7 @@ from benchmarks.papers.common import table
 
 HEAD = ("scenario", "sent/s", "TTFT mean (s)", "simulated", "error", "P90 (s)", "simulated", "error")
 HEAD += ("tokens/s", "simulated", "error", "send lag (ms)", "encoder", "language", "error at this speed: mean", "P90")
+DRAWS = 5  # simulations with spread, of which the mean counts: a minute's load has few requests
 _LATER_S = 1e-3  # a batch takes tokens of sequences that decoded well before and after it
 
 
@@ -54,30 +58,58 @@ class Numbers(msgspec.Struct, frozen=True):
         assert ttft is not None
         return cls(ttft.mean, ttft.p90, summary.output_tokens_s)
 
+    @classmethod
+    def mean_of(cls, summaries: Sequence[Summary]) -> Numbers:
+        columns = zip(*(msgspec.structs.astuple(cls.of(each)) for each in summaries), strict=True)
+        return cls(*map(statistics.fmean, columns))
+
     def error(self, measured: Numbers) -> Numbers:
         """Relative; positive: too high."""
         mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(measured)
         return Numbers(*(value / other - 1 for value, other in zip(mine, theirs, strict=True)))
 
 
+class Speed(NamedTuple):
+    """Of the plans of a run: the seconds that they took over those that the profile says."""
+
+    factor: float = 1.0  # of the sums
+    spread: float = 0.0  # standard deviation of the logarithm, plan by plan
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Speed:
+        """From (measured, expected) seconds of each plan."""
+        if not pairs:
+            return cls()
+        factor = sum(measured for measured, _ in pairs) / sum(expected for _, expected in pairs)
+        return cls(factor, statistics.pstdev(math.log(measured / expected) for measured, expected in pairs))
+
+
+class Simulate(Protocol):
+    """Simulates a scenario; spreads and seed are those of `Timing`."""
+
+    def __call__(
+        self, profile: Profile, *, encode_spread: float = 0.0, forward_spread: float = 0.0, seed: int = 0
+    ) -> Summary: ...
+
+
 class Comparison(msgspec.Struct, frozen=True):
-    """One scenario. Speeds are the seconds that plans took in the run over those that the profile says."""
+    """One scenario."""
 
     scenario: str
     rate: float  # requests a second that were sent
     send_lag_s: float  # P99
     measured: Numbers
     simulated: Numbers
-    encoder: float
-    language: float  # prompt chunks
-    at_speed: Numbers  # simulated with a profile that is so much slower or faster
+    encoder: Speed
+    language: Speed  # prompt chunks
+    at_speed: Numbers  # simulated with costs that are so much higher or lower and spread so much
 
 
-def compare(scenario: str, run: bench.Run, profile: Profile, simulate: Callable[[Profile], Summary]) -> Comparison:
+def compare(scenario: str, run: bench.Run, profile: Profile, simulate: Simulate) -> Comparison:
     """A scenario's measured run beside its simulation with a profile, and with one of the run's own speed."""
     encoder, language = encoder_speed(run, profile.encode), language_speed(run, profile.forward)
     own = msgspec.structs.replace(
-        profile, encode=_scaled(profile.encode, encoder), forward=_scaled(profile.forward, language)
+        profile, encode=_scaled(profile.encode, encoder.factor), forward=_scaled(profile.forward, language.factor)
     )
     return Comparison(
         scenario,
@@ -87,21 +119,26 @@ def compare(scenario: str, run: bench.Run, profile: Profile, simulate: Callable[
         Numbers.of(simulate(profile)),
         encoder,
         language,
-        Numbers.of(simulate(own)),
+        Numbers.mean_of(
+            [
+                simulate(own, encode_spread=encoder.spread, forward_spread=language.spread, seed=seed)
+                for seed in range(DRAWS)
+            ]
+        ),
     )
 
 
-def encoder_speed(run: bench.Run, cost: EncodeCost) -> float:
-    """Seconds that the encode plans of a run took, over those of the cost model; 1 without any."""
+def encoder_speed(run: bench.Run, cost: EncodeCost) -> Speed:
+    """Of the encode plans of a run, against a cost model."""
     plans = defaultdict[tuple[str, float, float], list[int]](list)
     for line in run.timelines:
         for span in line.spans:
             if span.name == "encode":
                 plans[span.instance, span.start, span.end].append(span.detail["rows"])
-    return _ratio([(end - start, cost.seconds(rows)) for (_, start, end), rows in plans.items()])
+    return Speed.of([(end - start, cost.seconds(rows)) for (_, start, end), rows in plans.items()])
 
 
-def language_speed(run: bench.Run, cost: ForwardCost) -> float:
+def language_speed(run: bench.Run, cost: ForwardCost) -> Speed:
     """The same of the batches with prompt chunks. Who decodes meanwhile on the same instance has a row in them."""
     plans = defaultdict[tuple[str, float, float], list[tuple[int, int]]](list)
     decodes = list[tuple[float, float, int]]()  # start, end, context
@@ -117,7 +154,7 @@ def language_speed(run: bench.Run, cost: ForwardCost) -> float:
     for (_, start, end), rows in plans.items():
         rows += [(context, 1) for begin, stop, context in decodes if begin < start and end < stop]
         pairs.append((end - start, cost.seconds(rows)))
-    return _ratio(pairs)
+    return Speed.of(pairs)
 
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
@@ -129,7 +166,8 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
         for name, digits in (("mean", 3), ("p90", 3), ("tokens_s", 1)):
             cells += [f"{getattr(numbers, name):.{digits}f}" for numbers in (each.measured, each.simulated)]
             cells.append(f"{getattr(error, name):+.1%}")
-        cells += [f"{each.send_lag_s * 1e3:.1f}", f"{each.encoder:.2f}", f"{each.language:.2f}"]
+        speeds = [f"{speed.factor:.2f} ± {speed.spread:.0%}" for speed in (each.encoder, each.language)]
+        cells += [f"{each.send_lag_s * 1e3:.1f}", *speeds]
         rows.append([*cells, f"{at_speed.mean:+.1%}", f"{at_speed.p90:+.1%}"])
     return table(HEAD, rows)
 
@@ -143,11 +181,6 @@ def save(measured: Measured, path: Path) -> None:
 def load(path: Path) -> Measured:
     """Read what `save` wrote."""
     return msgspec.json.decode(path.read_bytes(), type=Measured)
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of the sums of (measured, expected) seconds; 1 without any."""
-    return sum(measured for measured, _ in pairs) / sum(expected for _, expected in pairs) if pairs else 1.0
 
 
 def _scaled(cost: EncodeCost | ForwardCost, factor: float) -> EncodeCost | ForwardCost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -192,6 +194,16 @@ def test_intake_exchange_and_response_take_time() -> None:
     run = simulate([text(1, 4)], "1EPD", timing=Timing(intake_s=0.25, exchange_s=0.5, response_s=0.125))
     assert work(run) == [("EPD0", 0, "forward", 1.75, 5.75)]
     assert run.results[0].ttft_s == 0.25 + 0.5 + 4 + 0.5 + 0.125
+
+
+def test_equal_plans_differ_as_much_as_is_said() -> None:
+    specs = [pictures(100.0 * at, 1, 1) for at in range(2000)]
+    run = simulate(specs, "1E1PD", timing=Timing(encode_spread=0.3), overlap="none")
+    encodes = [end - start for *_, start, end in work(run, "encode")]
+    assert len(encodes) == 2000
+    assert statistics.fmean(encodes) == pytest.approx(2, rel=0.02)
+    assert statistics.stdev(map(math.log, encodes)) == pytest.approx(0.3, rel=0.05)
+    assert {round(end - start, 6) for *_, start, end in work(run, "forward")} == {3}
 
 
 def test_instances_on_one_device_share_it() -> None:

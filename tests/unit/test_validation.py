@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,20 @@ def test_plans_are_compared_with_the_profile_one_by_one() -> None:
         Span("prefill", 2.9, 3.1, "l", {"first": 20, "tokens": 9}),
     )
     run = made_run(timelines=[Timeline(0.0, 3.0, first), Timeline(0.0, 4.0, second)])
-    assert validation.encoder_speed(run, EncodeCost(per_row=0.01)) == pytest.approx(0.8 / 0.5)
+    factor, spread = validation.encoder_speed(run, EncodeCost(per_row=0.01))
+    assert (factor, spread) == pytest.approx((0.8 / 0.5, math.log(2) / 2))  # twice, and as long as expected
     cost = ForwardCost(per_token=0.01, per_context=0.001)
-    assert validation.language_speed(run, cost) == pytest.approx(0.9 / (0.5 + (0.21 + 0.051) + 0.09))
-    assert validation.encoder_speed(made_run(timelines=[]), EncodeCost()) == 1
+    assert validation.language_speed(run, cost).factor == pytest.approx(0.9 / (0.5 + (0.21 + 0.051) + 0.09))
+    assert validation.encoder_speed(made_run(timelines=[]), EncodeCost()) == (1, 0)
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
     measured, simulated = made_run(timelines=[]), made_run(timelines=[], first_token=0.3, end=4.0)
     profile = Profile("m", "d", EncodeCost(), ForwardCost(), kv_bytes_token=1, embedding_bytes_row=1)
-    made = validation.compare("text", measured, profile, lambda _: simulated.summary)
+    made = validation.compare("text", measured, profile, lambda *_, **__: simulated.summary)
     assert validation.markdown([made]).splitlines()[-1] == (
-        "| text | 1.00 | 0.200 | 0.300 | +50.0% | 0.200 | 0.300 | +50.0% | 1.0 | 0.5 | -50.0% | 2.0 | 1.00 | 1.00 "
-        "| +50.0% | +50.0% |"
+        "| text | 1.00 | 0.200 | 0.300 | +50.0% | 0.200 | 0.300 | +50.0% | 1.0 | 0.5 | -50.0% | 2.0 "
+        "| 1.00 ± 0% | 1.00 ± 0% | +50.0% | +50.0% |"
     )
 
 
