@@ -38,13 +38,13 @@ def health(url: str, timeout_s: float = 30.0) -> list[Check]:
     with triton.InferenceServerClient(url) as server:
         try:
             ready = server.is_server_ready(client_timeout=timeout_s)
-            index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
-            names = [model["name"] for model in index.get("models", []) if model.get("state") == "READY"]
-            emulated = {name for name in names if _emulated(server, name, timeout_s)}
+            models = _models(server, timeout_s)
+            names = [model["name"] for model in models if model.get("state") == "READY"]
+            emulated = {name for name in names if "emulate" in _config(server, name, timeout_s).get("parameters", {})}
         except InferenceServerException as error:
             return [Check("server", False, str(as_epd_error(error, url)))]
     checks.append(Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready")))
-    for model in index.get("models", []):
+    for model in models:
         state = model.get("state", "not loaded")
         detail = model.get("reason") or state.lower()
         if model["name"] in emulated:
@@ -64,8 +64,7 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
         try:
-            index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
-            names = sorted(each["name"] for each in index.get("models", []))
+            names = sorted(each["name"] for each in _models(server, RELOAD_TIMEOUT_S))
             if model not in names:
                 raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
             alive = model == MODEL and not _orchestrator_died(url)
@@ -118,8 +117,7 @@ def _is_unloaded(server: triton.InferenceServerClient, model: str, timeout_s: fl
 
 
 def _state(server: triton.InferenceServerClient, model: str) -> str:
-    index = server.get_model_repository_index(client_timeout=RELOAD_TIMEOUT_S, as_json=True)
-    return next((str(each.get("state", "")) for each in index["models"] if each["name"] == model), "")
+    return next((each.get("state", "") for each in _models(server, RELOAD_TIMEOUT_S) if each["name"] == model), "")
 
 
 def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, timeout_s: float) -> None:
@@ -161,10 +159,9 @@ def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:
     devices: dict[str, set[str]] = {"encode": set(), "prefill": set()}
     with triton.InferenceServerClient(url) as server:
         try:
-            index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
-            for model in index.get("models", []):
+            for model in _models(server, timeout_s):
                 if model.get("state") == "READY":
-                    config = server.get_model_config(model["name"], client_timeout=timeout_s, as_json=True)["config"]
+                    config = _config(server, model["name"], timeout_s)
                     roles = config.get("parameters", {}).get("roles", {}).get("string_value", "")
                     for role in devices.keys() & {part.strip() for part in roles.split(",")}:
                         devices[role].add(_device(config))
@@ -181,9 +178,15 @@ def _device(config: Mapping[str, Any]) -> str:
     return str(config["parameters"].get("device", {}).get("string_value", "cpu:0"))
 
 
-def _emulated(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:
-    config = server.get_model_config(model, client_timeout=timeout_s, as_json=True)["config"]
-    return "emulate" in config.get("parameters", {})
+def _models(server: triton.InferenceServerClient, timeout_s: float) -> list[dict[str, str]]:
+    """The repository's models: `name`, and `state` and `reason` where Triton has any."""
+    index = server.get_model_repository_index(client_timeout=timeout_s, as_json=True)
+    return list(index.get("models", []))
+
+
+def _config(server: triton.InferenceServerClient, model: str, timeout_s: float) -> dict[str, Any]:
+    """Configuration of a loaded model."""
+    return dict(server.get_model_config(model, client_timeout=timeout_s, as_json=True)["config"])
 
 
 def _probe(url: str, timeout_s: float) -> Check:
