@@ -333,6 +333,9 @@ def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
         code, message = stated[1], message[stated.end() :]
     if code == "UNAVAILABLE" and "connect" in message.lower():
         message = f"no server answers at {url} ({message}); start one with `epd serve`"
+    if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
+        code = "UNAVAILABLE"
+        message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
     if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
         message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
     if unloaded := re.search(r"'(.+)' has no available versions", message):

@@ -9,8 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+from epd_client.client import Client
+
 from tests.triton.conftest import ROOT
 from tests.triton.load import Load
+
+LONG = 400  # tokens of an answer that is under way
 
 
 def free_ports(count: int) -> list[int]:
@@ -29,14 +33,17 @@ def test_sigterm_lets_open_requests_finish() -> None:
     try:
         while "Ctrl-C stops" not in (line := serving.stdout.readline()):
             assert line, "it has ended"
-        with Load(f"127.0.0.1:{grpc}", users=6) as load:
+        with Load(f"127.0.0.1:{grpc}", users=6) as load, Client(f"127.0.0.1:{grpc}", timeout_s=60) as client:
             load.wait_for(20)
+            long = client.generate("a", sampling={"max_tokens": LONG, "ignore_eos": True})
+            tokens = next(long).num_output_tokens
             told = time.monotonic()
             serving.send_signal(signal.SIGTERM)
+            tokens += sum(chunk.num_output_tokens for chunk in long)
             assert serving.wait(60) == 0
     finally:
         serving.kill()
+    assert tokens == LONG
     open_then = [result for result in load.results if result.begin < told - 0.1 and result.end > told]
-    assert open_then
     assert all(result.right for result in open_then), open_then
     assert {result.error.code for result in load.results if result.error} <= {"UNAVAILABLE"}

@@ -2,8 +2,9 @@ import io
 
 import numpy as np
 import pytest
-from epd_client.client import Client, EpdError, encode_image
+from epd_client.client import Client, EpdError, as_epd_error, encode_image
 from PIL import Image
+from tritonclient.utils import InferenceServerException
 
 IMAGE = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
 
@@ -36,3 +37,12 @@ def test_no_server_is_an_error_that_says_how_to_start_one() -> None:
     with pytest.raises(EpdError, match=r"no server answers at 127\.0\.0\.1:1 .*`epd serve`") as error:
         Client("127.0.0.1:1", timeout_s=20).ask("hello")
     assert error.value.code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [("CANCELLED", "UNAVAILABLE"), ("Locally cancelled by application!", "CANCELLED")],
+    ids=["by the server", "by the client"],
+)
+def test_a_call_that_the_server_cancels_may_be_sent_again(message: str, code: str) -> None:
+    assert as_epd_error(InferenceServerException(message, status="StatusCode.CANCELLED"), "localhost:1").code == code
