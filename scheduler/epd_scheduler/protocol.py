@@ -52,6 +52,7 @@ class WorkerInfo(Message, frozen=True):
     embedding: ArenaInfo | None = None
     weight_bytes: int = 0
     pid: int = 0
+    bell: str = ""  # name of the doorbell that ends an exchange's wait
     emulated: bool = False  # it waits for a cost model's time instead of computing
 
 
@@ -175,7 +176,7 @@ class Exchange(Message, frozen=True):
 
     plans: tuple[Plan, ...] = ()
     media: dict[int, tuple[int, int]] = {}  # media key -> (offset, size) in the MEDIA tensor
-    wait_s: float = 0.0  # how long to wait for a first outcome while plans are in progress
+    wait_s: float = 0.0  # while plans are in progress: for a first outcome, or for a ring of the worker's bell
     hello: bool = False  # answer with WorkerInfo
 
 

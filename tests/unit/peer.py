@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+from epd_backend.doorbell import Doorbell
 from epd_scheduler.protocol import (
     ArenaInfo,
     BatchPlan,
@@ -39,6 +40,7 @@ class Peer:
         self.frozen = False
         self.media: list[bytes] = []  # of the units encoded
         self.lock = threading.Condition()
+        self.bell = Doorbell()
         self.start()
 
     def start(self) -> None:
@@ -62,6 +64,7 @@ class Peer:
             kv=(kv,) if language else (),
             embedding=embedding if "prefill" in self.roles else None,
             pid=self.pid,
+            bell=self.bell.name,
         )
 
     def exchange(self, data: bytes, media: bytes) -> bytes:
@@ -75,16 +78,18 @@ class Peer:
                     self.media.extend(bytes(media[at : at + size]) for at, size in spans)
         deadline = time.monotonic() + message.wait_s
         outcomes: list[Outcome] = []
+        rung = False
+        self.bell.clear()
         while True:
             with self.lock:
                 if not self.alive or self.pid != pid:
                     raise ConnectionError(f"'{self.name}' is not healthy")
                 if not self.frozen:
                     outcomes += self._work()
-                if outcomes or not self.plans or time.monotonic() >= deadline:
+                if outcomes or not self.plans or rung or time.monotonic() >= deadline:
                     info = self.info() if message.hello else None
                     return encode(Reply(tuple(outcomes), info, len(self.plans)))
-            time.sleep(0.0005)
+            rung = self.bell.wait(0.0005)
 
     def _work(self) -> list[Outcome]:
         """The outcomes of the plans that are through by now."""

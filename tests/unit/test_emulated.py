@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
+from epd_backend.doorbell import ring
 from epd_backend.emulated import EmulatedWorker
 from epd_scheduler.config import Config, EmbeddingConfig, KVConfig
 from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile
@@ -103,4 +105,11 @@ def test_a_row_that_samples_gets_a_token() -> None:
 def test_an_exchange_waits_no_longer_than_asked() -> None:
     made = worker()
     reply = exchange(made, forward(1, 1000), wait_s=0.01)  # 50 s
+    assert (reply.outcomes, reply.pending) == ((), 1)
+
+
+def test_a_ring_ends_the_wait() -> None:
+    made = worker()
+    threading.Timer(0.1, ring, [made.info.bell]).start()
+    reply = exchange(made, forward(1, 1000), wait_s=60.0)
     assert (reply.outcomes, reply.pending) == ((), 1)

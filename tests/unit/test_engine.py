@@ -246,6 +246,21 @@ def test_an_idle_worker_that_answers_late_is_there_all_the_same(world: World, mo
     assert world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length")
 
 
+def test_a_plan_goes_out_while_a_call_waits_for_an_earlier_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_orchestrator.link.WAIT_S", 2 * WAIT)
+    peer = world.peers["prefill"]
+    peer.frozen = True
+    clients = []
+    deadline = time.monotonic() + WAIT
+    for wanted in (1, 2):
+        clients.append(world.ask("a", '{"max_tokens": 2}'))
+        while len(peer.plans) < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    peer.frozen = False
+    assert [client.result() for client in clients] == [("bc", "length")] * 2
+
+
 def test_a_worker_that_makes_no_progress_is_given_up_until_it_is_through() -> None:
     world = World(LimitsConfig(stall_seconds=1.5))
     assert world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length")

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from epd_backend.arena import ArenaError
+from epd_backend.doorbell import ring
 from epd_backend.instance import config_path, open_worker
 from epd_backend.worker import Worker
 from epd_scheduler.config import Config, ConfigError, EmbeddingConfig, KVConfig
@@ -84,6 +85,16 @@ def test_an_exchange_waits_for_a_first_outcome_no_longer_than_asked(language):
     assert (outcome.plan, outcome.error, outcome.samples) == (plan.id, None, ())
     assert 0 < outcome.end - outcome.start < 5.0
     assert abs(time.monotonic() - outcome.end) < 5.0  # the same clock
+
+
+def test_a_ring_ends_the_wait(language):
+    language._in_progress += 1  # a plan that takes for ever
+    threading.Timer(0.1, ring, [language.info.bell]).start()
+    begin = time.monotonic()
+    reply = decode_reply(language.exchange(encode(Exchange(wait_s=60.0)), memoryview(b"")))
+    language._in_progress -= 1
+    assert (reply.outcomes, reply.pending) == ((), 1)
+    assert time.monotonic() - begin < 30.0
 
 
 def test_a_reply_counts_the_plans_without_an_outcome(language):

@@ -7,7 +7,6 @@ emulated in its WorkerInfo. Every sampled token is the same; embeddings and KV c
 from __future__ import annotations
 
 import os
-import threading
 import time
 from bisect import insort
 from collections import deque
@@ -30,6 +29,8 @@ from epd_scheduler.protocol import (
     encode,
 )
 
+from epd_backend.doorbell import Doorbell
+
 _TOKEN = 65  # any ordinary token
 
 
@@ -45,7 +46,7 @@ class EmulatedWorker:
         self._profile = profile
         self._stage_free = [0.0] * stages  # when each stage has done what was submitted
         self._pending: deque[Outcome] = deque()  # in order of their ends
-        self._closed = threading.Event()
+        self._bell = Doorbell()
         kv, embedding = config.kv, config.embedding
         kv_shape = (kv.blocks, 1, 2, kv.block_size, 1, 1)
         embedding_shape = (embedding.blocks, embedding.block_size, 1)
@@ -60,6 +61,7 @@ class EmulatedWorker:
             if has_embedding
             else None,
             pid=os.getpid(),
+            bell=self._bell.name,
             emulated=True,
         )
 
@@ -68,8 +70,9 @@ class EmulatedWorker:
         message = decode_exchange(data)
         for plan in message.plans:
             self._submit(plan)
+        self._bell.clear()
         if self._pending and message.wait_s > 0:
-            self._closed.wait(min(message.wait_s, max(0.0, self._pending[0].end - time.monotonic())))
+            self._bell.wait(min(message.wait_s, max(0.0, self._pending[0].end - time.monotonic())))
         outcomes = []
         now = time.monotonic()
         while self._pending and self._pending[0].end <= now:
@@ -78,7 +81,7 @@ class EmulatedWorker:
 
     def close(self) -> None:
         """Wake whoever waits."""
-        self._closed.set()
+        self._bell.close()
 
     def _submit(self, plan: Plan) -> None:
         begin = end = max(time.monotonic(), self._stage_free[0])

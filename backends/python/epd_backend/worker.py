@@ -25,6 +25,7 @@ from epd_scheduler.protocol import (
 from epd_backend import weights
 from epd_backend.arena import ArenaMap, torch_device
 from epd_backend.completion import Completion
+from epd_backend.doorbell import Doorbell, ring
 from epd_backend.executor import LanguageExecutor
 from epd_backend.pipeline import Job, Pipeline
 from epd_backend.shared_file import remove_stale
@@ -57,7 +58,7 @@ class Worker:
     ) -> None:
         self.name = name
         self._roles = tuple(roles)
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
         self._in_progress = 0
         self._closed = False
@@ -83,6 +84,7 @@ class Worker:
         except BaseException:
             self._arenas.close()
             raise
+        self._bell = Doorbell()
         self.info = WorkerInfo(
             name=name,
             roles=self._roles,
@@ -92,6 +94,7 @@ class Worker:
             embedding=self._language.embedding if self._language else None,
             weight_bytes=held,
             pid=os.getpid(),
+            bell=self._bell.name,
         )
         self._completion = Completion(self._devices, self._post)
         self._pipeline = Pipeline(name, [partial(self._step, i) for i in range(stages)], self._finish, threads)
@@ -99,29 +102,33 @@ class Worker:
     def exchange(self, data: bytes | memoryview, media: memoryview) -> bytes:
         """Submit the plans of an encoded Exchange, return an encoded Reply with the outcomes finished so far.
 
-        Waits for a first outcome, at most `wait_s`, while plans are in progress. `media` is copied before it returns.
+        While plans are in progress it waits for a first outcome, or for a ring of its bell, `wait_s` at most. `media`
+        is copied before it returns.
         Raises msgspec.ValidationError for what is not an Exchange, RuntimeError after `close`.
         """
         message = decode_exchange(data)
         spans = {key: media[at : at + size] for key, (at, size) in message.media.items() if at + size <= len(media)}
         for plan in message.plans:
             self._submit(plan, spans)
-        with self._ready:
-            if message.wait_s > 0:
-                self._ready.wait_for(lambda: self._outcomes or not self._in_progress or self._closed, message.wait_s)
+        self._bell.clear()
+        with self._lock:
+            wait = self._in_progress and not self._outcomes
+        if wait and message.wait_s > 0:
+            self._bell.wait(message.wait_s)
+        with self._lock:
             outcomes, self._outcomes = tuple(self._outcomes), []
             pending = self._in_progress
         return encode(Reply(outcomes, self.info if message.hello else None, pending))
 
     def close(self) -> None:
         """Finish the submitted plans, stop the threads, release the arenas. Does nothing the second time."""
-        with self._ready:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._ready.notify_all()
         self._pipeline.close()
         self._completion.close()
+        self._bell.close()
         self._encoder = self._language = None
         self._arenas.close()
 
@@ -133,7 +140,7 @@ class Worker:
                 job.error = f"plan {plan.id} names media {missing} that its exchange does not carry"
             else:
                 job.media = tuple(memoryview(bytes(media[unit.media])) for unit in plan.units)
-        with self._ready:  # nothing may follow what ends the pipeline
+        with self._lock:  # nothing may follow what ends the pipeline
             if self._closed:
                 raise RuntimeError(f"instance {self.name} is closed; load the model again")
             self._in_progress += 1
@@ -167,10 +174,10 @@ class Worker:
             unit_errors=job.unit_errors or {},
             error=job.error,
         )
-        with self._ready:
+        with self._lock:
             self._outcomes.append(outcome)
             self._in_progress -= 1
-            self._ready.notify_all()
+            ring(self._bell.name)  # under the lock: an outcome that is taken has rung, and rings no later exchange
 
 
 def _stage_devices(device: str, stages: int) -> list[str]:

@@ -21,7 +21,7 @@ from epd_orchestrator.session import Client, Session
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-_POLL_S = 0.01  # between two looks at which clients have gone
+_POLL_S = 0.05  # between two looks at which clients have gone
 _PUBLISH_S = 0.5  # between two pushes of metrics
 _CLOSE_S = 30.0  # for open requests to end at shutdown
 _JOIN_S = 5.0  # for a thread to return after that; one in a call that never returns does not

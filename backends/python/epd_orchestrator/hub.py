@@ -39,7 +39,7 @@ class Hub:
         self._lock = threading.RLock()
         self._profile = configured_profile(config.scheduler)
         self._core = Core(config, workers, self._profile)
-        self._links = {name: Link(name, self._lock, config.scheduler) for name in workers}
+        self._links = {name: Link(name, self._lock) for name in workers}
         self._sessions: dict[int, Session] = {}  # open requests
         self._admitted: set[int] = set()  # those whose end the core owes
         self._media: dict[int, bytes] = {}

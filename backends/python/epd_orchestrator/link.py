@@ -1,17 +1,16 @@
-"""What the orchestrator knows of one worker instance, and what to say to it next. No I/O; guarded by the hub's lock."""
+"""What the orchestrator knows of one worker instance, and what to say to it next. Guarded by the hub's lock."""
 
 from __future__ import annotations
 
 import threading
 
 import msgspec
-from epd_scheduler.config import SchedulerConfig
+from epd_backend import doorbell
 from epd_scheduler.protocol import Exchange, Plan, WorkerInfo
 
-WAIT_ROOM_S = 0.003  # exchange's wait while the window has room: a new plan is submitted after that at the latest
-# With a full window, or while a lost instance works off what it still has. Well below 1 s: after that long without an
-# answer Triton looks whether the stub has shown itself healthy since, and on a busy host it takes a live one for dead.
-WAIT_FULL_S = 0.4
+# An exchange's wait for an outcome. Well below 1 s: after that long without an answer Triton looks whether the stub has
+# shown itself healthy since, and on a busy host it takes a live one for dead.
+WAIT_S = 0.4
 HELLO_S = 1.0  # between attempts to reach a lost instance
 HEARTBEAT_S = 0.5  # an instance without plans is asked who it is after that
 
@@ -33,9 +32,8 @@ class Call(msgspec.Struct, frozen=True):
 class Link:
     """One instance. `info` is None while it is not known to be alive and idle: until its hello, and after a loss."""
 
-    def __init__(self, name: str, lock: threading.RLock, config: SchedulerConfig) -> None:
+    def __init__(self, name: str, lock: threading.RLock) -> None:
         self.name = name
-        self._config = config
         self.wake = threading.Condition(lock)
         self.info: WorkerInfo | None = None
         self.outbox: list[Parcel] = []
@@ -63,10 +61,12 @@ class Link:
         return self.abandoned or self.info is not None
 
     def put(self, parcel: Parcel, now: float) -> None:
-        """A plan for the next exchange."""
+        """A plan for the next exchange, and an end to the wait of the one under way."""
         if not self.busy:
             self.progress = now
         self.outbox.append(parcel)
+        if self.calling and self.info:
+            doorbell.ring(self.info.bell)
         self.wake.notify()
 
     @property
@@ -84,18 +84,17 @@ class Link:
         """The next exchange, if one is due. `winding_down`: begin nothing that is not needed to get plans finished."""
         if self.info is None:
             due = now >= self.next_hello and not winding_down
-            return self._begin(now, Exchange(hello=True, wait_s=WAIT_FULL_S)) if due else None
+            return self._begin(now, Exchange(hello=True, wait_s=WAIT_S)) if due else None
         if not self.submitted and now - self.replied >= HEARTBEAT_S and (self.outbox or not winding_down):
             # After a pause the instance may be another process, which does not hold what the core believes it does.
-            return self._begin(now, Exchange(hello=True, wait_s=WAIT_FULL_S))
+            return self._begin(now, Exchange(hello=True, wait_s=WAIT_S))
         if not self.submitted and not self.outbox:
             return None
         parcels, self.outbox = self.outbox, []
         self.submitted.update(parcel.plan.id for parcel in parcels)
-        room = len(self.submitted) < self._config.window(self.info.stages)
         media, where = _join(parcels)
         plans = tuple(parcel.plan for parcel in parcels)
-        return self._begin(now, Exchange(plans, where, WAIT_ROOM_S if room else WAIT_FULL_S), media)
+        return self._begin(now, Exchange(plans, where, WAIT_S), media)
 
     def pause(self, now: float) -> float:
         """How long to sleep until `next_call` may have something, seconds."""
