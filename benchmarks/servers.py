@@ -29,12 +29,12 @@ def configuration(model: Path, dtype: str, scheduler: str, *, kv: int = 512, emb
 
 @contextlib.contextmanager
 def serve(
-    config: str, topology: str, *, cores: Mapping[str, str] | None = None, emulate: Path | None = None
+    config: str, topology: str, *, cores: Mapping[str, str] | None = None, threads: int = 1, emulate: Path | None = None
 ) -> Iterator[Server]:
-    """A server; `cores` by instance, `emulate` is a profile whose costs stand in for computing."""
+    """A server; `cores` by instance, `threads` of each, `emulate` is a profile whose costs stand in for computing."""
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as directory:
         repository = Path(directory) / "models"
-        write_repository(ROOT / "model_repository", repository, parse_topology(topology), emulate=emulate)
+        write_repository(ROOT / "model_repository", repository, parse_topology(topology), threads, emulate)
         for name, core in (cores or {}).items():
             with (repository / name / "config.pbtxt").open("a") as file:
                 file.write(f'parameters: {{ key: "cpus" value: {{ string_value: "{core}" }} }}\n')
