@@ -273,6 +273,17 @@ def test_rps_sand_takes_the_memory_of_a_rock_and_is_never_preempted() -> None:
     assert table.tokens == {seq: expected_tokens(request) for seq, request in table.prompts.items()}
 
 
+def test_rps_sand_whose_images_do_not_fit_together_is_a_pebble() -> None:
+    """64 blocks of 4 rows hold 32 images of 8 rows, whatever the client says."""
+    table = Table("e-p-d", kv_blocks=128, **RPS)
+    for seq, images in ((1, 32), (2, 33)):
+        request = make_request(seq, [(8,)] * images, 1, [seq * 100 + index for index in range(images)])
+        table.prompts[seq] = msgspec.structs.replace(request, priority=1)
+        table.add(table.prompts[seq])
+    table.run_all()
+    assert {seq: end.klass for seq, end in table.ends.items()} == {1: "sand", 2: "pebble"}
+
+
 def test_a_prefill_instance_without_memory_holds_up_no_images_of_the_other() -> None:
     """Odd requests go to `prefill`, whose memory the first one fills; even ones to `prefill_1`, which has room."""
     config = Config(
