@@ -319,6 +319,12 @@ def worker_infos(
             decode("decode_1", "cpu:4"),
         ],
         "e-p+d": [encoder("encoder"), prefill("prefill", "cpu:1"), decode("decode", "cpu:1")],
+        "e-p+d-d": [
+            encoder("encoder"),
+            prefill("prefill", "cpu:1"),
+            decode("decode", "cpu:1"),
+            decode("decode_1", "cpu:2"),
+        ],
         "e-pd": [encoder("encoder"), both],
         "epd": [every],
     }[topology]

@@ -76,29 +76,50 @@ class _Batch:
     def add_prefills(self) -> None:
         """Schedulable prompt tokens in rank order, across requests, until the budget is spent (Algorithm 2)."""
         overlap, memory = self.core.config.scheduler.overlap, self.core.memory
-        if self.full:
+        if self.full or self._is_better_later():
             return
         first: Rank = ()  # of those that have no blocks yet and get none now: whom it outranks gets none either
         for sequence in self.core.order.for_prefill():
-            if sequence.phase != "queued" or (first and sequence.table is None and sequence.rank > first):
-                continue
-            ready = sequence.tracker.ready
-            if ready <= sequence.scheduled or (overlap == "none" and ready != EVERYTHING):
-                continue
-            if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
-                continue  # once it has started it must not wait for memory
-            place(self.core, sequence)
-            if sequence.prefill is not self.instance:
-                continue
             starts = sequence.table is None
-            count = min(ready, sequence.known) - sequence.scheduled
-            count = memory.room_for(sequence, self.instance, min(count, self.budget), self.now)
+            if first and starts and sequence.rank > first:
+                continue
+            count = min(self._schedulable(sequence), self.budget)
+            if not count:
+                continue
+            count = memory.room_for(sequence, self.instance, count, self.now)
             if count:
                 self._add_chunk(sequence, count)
                 if overlap == "intra" or self.full:
                     return
             elif starts:
                 first = min(first or sequence.rank, sequence.rank)
+
+    def _schedulable(self, sequence: Sequence) -> int:
+        """How many of its tokens may be computed here now, as far as embeddings go."""
+        ready, overlap = sequence.tracker.ready, self.core.config.scheduler.overlap
+        if sequence.phase != "queued" or ready <= sequence.scheduled or (overlap == "none" and ready != EVERYTHING):
+            return 0
+        if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
+            return 0  # once it has started it must not wait for memory
+        place(self.core, sequence)
+        return min(ready, sequence.known) - sequence.scheduled if sequence.prefill is self.instance else 0
+
+    def _is_better_later(self) -> bool:
+        """True if there are but pieces of prompts, less than B in all, and the instance encodes for such a prompt.
+
+        With one stage it does one thing at a time: their forward, which reads all weights, would overlap nothing and
+        only hold up the next encoding and the first token. The pieces wait for an outcome of this very instance, and
+        each adds to them or makes a prompt whole; if memory is too scarce for another encoding, none is in flight.
+        """
+        if self.rows or self.instance.info.stages > 1 or not self.instance.encodes_for_itself:
+            return False
+        pieces = 0
+        for sequence in self.core.order.for_prefill():
+            if count := self._schedulable(sequence):
+                pieces += count
+                if sequence.tracker.ready == EVERYTHING or pieces >= self.budget:
+                    return False
+        return True
 
     def drop_preempted(self) -> bool:
         """Take out rows whose sequence lost its memory to a later row of the batch. True if there were any."""

@@ -89,7 +89,9 @@ class Core:
         self.memory.check_fits(request)
         sequence = Sequence(request)
         sequence.klass, sequence.deadline = self._assessor.assess(request, apart=self._encodes_apart())
-        sequence.reserves = self.order.protects(sequence.klass) and self.memory.fits_at_once(request)
+        if self.order.protects(sequence.klass) and not self.memory.fits_at_once(request):
+            sequence.klass = "pebble"  # whatever the client says: it cannot start with all its memory
+        sequence.reserves = self.order.protects(sequence.klass)
         if reason := self.unserved(sequence):
             raise RefusedError("unavailable", reason)
         self.sequences[request.seq] = sequence
@@ -118,8 +120,8 @@ class Core:
         for instance in self.instances.values():
             if instance.batch_next:
                 batching.plan_batches(self, instance, now)
+        handover.plan_migrations(self, now)  # before the encodings, for it may queue a sequence again
         encoding.plan_encodes(self, now)
-        handover.plan_migrations(self, now)
         for instance in self.instances.values():
             batching.plan_batches(self, instance, now)
         plans, self._plans = self._plans, []

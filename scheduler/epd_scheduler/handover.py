@@ -28,7 +28,13 @@ def plan_migrations(core: Core, now: float) -> None:
         assert target.kv
         assert sequence.prefill
         if sequence.table.pool is target.kv:
-            _arrive(core, sequence, target)
+            if core.memory.reserve_output(sequence, target, now):
+                _arrive(core, sequence, target)
+            else:
+                # It starts again, with all blocks from the beginning, now that it can decode from this pool. None waits
+                # here for blocks while it holds some, so however many there are, one that has all of them runs; and
+                # each starts again once at most for each decode instance that joins.
+                core.life.requeue(sequence, now, "queued")
         else:
             table = core.memory.table_for(sequence, target.kv, True, now)
             if table is not None:

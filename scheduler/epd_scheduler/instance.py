@@ -85,6 +85,11 @@ class Instance:
             return False
         return not self.kv or not any(isinstance(flight.plan, EncodePlan) for flight in self.flights.values())
 
+    @property
+    def encodes_for_itself(self) -> bool:
+        """An encode plan in flight here is for prompts that are prefilled here."""
+        return any(flight.pool is not None and flight.pool is self.embeddings for flight in self.flights.values())
+
     def close_now(self) -> tuple[int, ...]:
         """Sampler states that the next plan drops."""
         closing = tuple(self.closing)

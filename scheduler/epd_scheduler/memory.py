@@ -94,6 +94,16 @@ class Memory:
         sequence.table = self.table_for(sequence, pool, decodes, now)
         return sequence.table is not None
 
+    def reserve_output(self, sequence: Sequence, instance: Instance, now: float) -> bool:
+        """Before a sequence decodes at `instance` from the blocks of its prefill: if it reserves, all that it can need.
+
+        It has them unless only instances with other pools decoded when it started. False: they are not there now.
+        """
+        if not sequence.reserves:
+            return True
+        rest = sequence.most - sequence.scheduled
+        return self.room_for(sequence, instance, rest, now) == rest
+
     def room_for(self, sequence: Sequence, instance: Instance, count: int, now: float) -> int:
         """Make room for the next `count` tokens at `instance`; return how many of them fit (0: wait)."""
         wanted = sequence.scheduled + count
@@ -123,9 +133,7 @@ class Memory:
 
     def table_for(self, sequence: Sequence, pool: BlockPool, decodes: bool, now: float) -> Table | None:
         """A table of `pool` for all known tokens, or for all there will be if it reserves; None: wait."""
-        tokens = sequence.known
-        if sequence.reserves and decodes:
-            tokens = len(sequence.request.tokens) + sequence.request.max_tokens
+        tokens = sequence.most if sequence.reserves and decodes else sequence.known
         if self._must_wait(pool.id, sequence) or not self._may_start(sequence, pool, tokens, now):
             return None
         table = Table(pool)

@@ -33,7 +33,7 @@ class Order(Protocol):
         """So many of the sequence's prompt tokens were put in a batch."""
 
     def protects(self, klass: Class) -> bool:
-        """True if the class is never preempted, and starts by preempting those that it outranks."""
+        """True for a class that starts with all its memory, by preempting those that it outranks, and then keeps it."""
 
     def __len__(self) -> int:
         """Queued sequences."""

@@ -62,6 +62,11 @@ class Sequence:
         return len(self.request.tokens) + len(self.output)
 
     @property
+    def most(self) -> int:
+        """Tokens that it can ever have: prompt and all output."""
+        return len(self.request.tokens) + self.request.max_tokens
+
+    @property
     def lives_at(self) -> EmbeddingPool | None:
         """The pool of its embeddings, once a prefill instance is chosen."""
         return self.prefill.embeddings if self.prefill else None

@@ -195,6 +195,36 @@ def test_encoding_and_batches_take_turns_when_one_plan_is_in_flight_at_a_time() 
     ]
 
 
+def test_an_instance_that_encodes_too_runs_no_forward_of_pieces_alone() -> None:
+    """The text and image 0, 12 tokens, would overlap nothing while image 1 is encoded, unless they fill the budget."""
+    schedules = {}
+    for budget in (12, 20):
+        table = Table("epd", token_budget=budget)
+        table.ask(1, [4, (8,), (8,)])
+        schedules[budget] = [row["all"] for row in table.run_all()]
+    assert schedules == {
+        12: ["r1 image 0", "r1 image 1", "r1 0-12", "r1 12-20"],
+        20: ["r1 image 0", "r1 image 1", "r1 0-20"],
+    }
+
+
+def test_pieces_ride_along_in_a_batch_that_runs_anyway() -> None:
+    table = Table("epd", token_budget=20)
+    table.ask(1, [4, (8,), (8,)])
+    rows = [table.tick()]
+    table.ask(2, [4], max_tokens=3)
+    rows.append(table.tick())
+    table.ask(3, [2, (8,)])
+    assert [row["all"] for row in rows + table.run_all()] == [
+        "r1 image 0",
+        "r1 image 1",
+        "r1 0-12, r2 0-4",
+        "r3 image 0",
+        "r2 +1, r1 12-20, r3 0-2",
+        "r2 +1, r3 2-10",
+    ]
+
+
 def test_epd_hand_over_pulls_the_cache_and_decodes_on() -> None:
     table = Table("e-p-d")
     table.ask(1, [8], max_tokens=3)
@@ -271,6 +301,17 @@ def test_rps_sand_takes_the_memory_of_a_rock_and_is_never_preempted() -> None:
     table.run_all()
     assert table.core.stats().preemptions == {"rock": 1}
     assert table.tokens == {seq: expected_tokens(request) for seq, request in table.prompts.items()}
+
+
+def test_rps_sand_whose_images_do_not_fit_together_is_a_pebble() -> None:
+    """64 blocks of 4 rows hold 32 images of 8 rows, whatever the client says."""
+    table = Table("e-p-d", kv_blocks=128, **RPS)
+    for seq, images in ((1, 32), (2, 33)):
+        request = make_request(seq, [(8,)] * images, 1, [seq * 100 + index for index in range(images)])
+        table.prompts[seq] = msgspec.structs.replace(request, priority=1)
+        table.add(table.prompts[seq])
+    table.run_all()
+    assert {seq: end.klass for seq, end in table.ends.items()} == {1: "sand", 2: "pebble"}
 
 
 def test_a_prefill_instance_without_memory_holds_up_no_images_of_the_other() -> None:
