@@ -12,7 +12,8 @@ import tritonclient.grpc as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from epd_client.client import MODEL, Answer, Client, EpdError, as_epd_error
+from epd_client.client import MODEL, Answer, Client
+from epd_client.errors import EpdError, as_epd_error
 
 RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and again to load
 TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second

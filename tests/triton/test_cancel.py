@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from epd_client.client import Client, encode_image
+from epd_client.client import Client
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from PIL import Image
 
 from tests.triton.conftest import ROOT

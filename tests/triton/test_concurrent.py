@@ -14,8 +14,9 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from epd_client import demo
-from epd_client.client import Client, encode_image
+from epd_client.client import Client
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from models import digits

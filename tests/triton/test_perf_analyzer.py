@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from epd_client.client import encode_image
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 
 from models import digits
 from tests.triton.helpers import metrics, wait_until_idle

@@ -2,7 +2,9 @@ import io
 
 import numpy as np
 import pytest
-from epd_client.client import Client, EpdError, as_epd_error, encode_image
+from epd_client.client import Client, EpdError
+from epd_client.errors import as_epd_error
+from epd_client.tensors import encode_image
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 

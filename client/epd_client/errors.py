@@ -1,0 +1,40 @@
+"""What a failed request raises: Triton's error, and the remedy where its words name none."""
+
+from __future__ import annotations
+
+import re
+
+from tritonclient.utils import InferenceServerException
+
+
+class EpdError(RuntimeError):
+    """A request failed. `code` is the gRPC status ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", ...)."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
+    """What tritonclient raised, with the remedy where there is no server, or a model without its process.
+
+    Of an error in a stream, Triton passes on the text alone, so that the text begins with the status. (It would pass on
+    the status if asked to by `triton_grpc_error`, but such errors crash Triton 2.51 now and then.)
+    """
+    code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
+    message = error.message()
+    if stated := re.match(r"\[([A-Z_]+)\] ", message):
+        code, message = stated[1], message[stated.end() :]
+    if code == "UNAVAILABLE" and "connect" in message.lower():
+        message = f"no server answers at {url} ({message}); start one with `epd serve`"
+    if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
+        code = "UNAVAILABLE"
+        message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
+    if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
+        message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
+    if unloaded := re.search(r"'(.+)' has no available versions", message):
+        code = "UNAVAILABLE"
+        message = (
+            f"model '{unloaded[1]}' is not loaded ({message}); wait until it is, or run `epd reload {unloaded[1]}`"
+        )
+    return EpdError(message, code)
