@@ -127,7 +127,7 @@ def by_dying(server: Server) -> Iterator[Begin]:
 
 def by_disconnecting(server: Server) -> Iterator[Begin]:
     """HTTP: the connection is closed."""
-    connection = http.client.HTTPConnection(server.http)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
 
     def begin(arguments: dict[str, Any]) -> Leave:
         body = {

@@ -68,8 +68,10 @@ thread.join()
 
 def test_kept_memory_costs_no_page_faults():
     """Of the same work again and again, as a worker's thread does it."""
-    lost, kept = (
-        int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, check=True).stdout)
-        for keep in (False, True)
-    )
+
+    def faults(keep: bool) -> int:
+        command = [sys.executable, "-c", FAULTS.format(keep=keep)]
+        return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+    lost, kept = faults(keep=False), faults(keep=True)
     assert kept < lost / 4  # the other threads of the process have faults of their own

@@ -50,8 +50,9 @@ def repository(tmp_path: Path) -> Iterator[Path]:
 
 
 def processes_that_name(text: str) -> list[str]:
-    found = subprocess.run(["ps", "-eo", "pid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if text in line and line.split()[1][0] != "Z"]
+    command = ["ps", "-eo", "pid=,stat=,args="]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [line for line in found.stdout.splitlines() if text in line and line.split()[1][0] != "Z"]
 
 
 def regions_of(pid: int) -> set[str]:
@@ -117,7 +118,7 @@ time.sleep(60)
     assert launcher.stdout is not None
     pid, log = launcher.stdout.readline().split()
     launcher.kill()
-    launcher.wait()
+    launcher.wait(10)
     launcher.stdout.close()
     deadline = time.monotonic() + 20
     while processes_that_name(str(repository)) and time.monotonic() < deadline:
