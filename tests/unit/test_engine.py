@@ -13,6 +13,7 @@ from epd_orchestrator.checkpoint import Checkpoint
 from epd_orchestrator.engine import Engine
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import Value
+from epd_orchestrator.runner import ServerStoppingError
 from epd_orchestrator.session import Update
 from epd_scheduler.config import Config, LimitsConfig
 from PIL import Image
@@ -364,6 +365,21 @@ def test_a_defect_of_detokenisation_fails_its_request_alone(
     assert "ZeroDivisionError" in broken.message()
     monkeypatch.undo()
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
+def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.peers["decode"].seconds = 0.01
+    client = world.ask("a", '{"max_tokens": 2000}')
+    assert client.started.wait(WAIT)
+
+    def refuse(*_: bytes) -> bytes:
+        raise ServerStoppingError("Server not ready")
+
+    for peer in world.peers.values():
+        monkeypatch.setattr(peer, "exchange", refuse)
+    for each in (client, world.ask("a")):
+        assert each.result()[1] == "unavailable"
+        assert each.message() == "the server is stopping; send the request again later"
 
 
 def test_closing_ends_open_requests() -> None:
