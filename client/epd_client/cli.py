@@ -15,7 +15,7 @@ from epd_client import control, demo, measure, simulate
 from epd_client.client import Client, EpdError
 from epd_client.configure import TopologyError, parse_topology, write_repository
 from epd_client.install import InstallError
-from epd_client.launch import LaunchError, Server
+from epd_client.launch import LaunchError, Server, describe_exit
 from epd_client.timeline import picture
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -59,19 +59,23 @@ def serve(
             server.start()
         console.print(f"HTTP {server.http}   gRPC {server.grpc}   metrics {server.metrics}/metrics")
         console.print(
-            f"log {server.log}" + ("" if log else " (removed on Ctrl-C; --log FILE keeps it)"), soft_wrap=True
+            f"log {server.log}" + ("" if log else " (removed after an orderly stop; --log FILE keeps it)"),
+            soft_wrap=True,
         )
-        console.print("Ctrl-C stops the server")
+        console.print("Ctrl-C or SIGTERM stops the server")
         while server.running():
             time.sleep(0.2)
-        _fail(f"tritonserver ended by itself; log: {server.log}")
+        _fail(f"tritonserver ended by itself, {describe_exit(server.stop())}; log: {server.log}")
     except KeyboardInterrupt:
-        with contextlib.suppress(EpdError, KeyboardInterrupt):  # told again, or a server that cannot
-            console.print(f"stopping when open requests have ended, in {DRAIN_S:.0f} s at most; Ctrl-C: now")
-            control.drain(server.grpc, DRAIN_S)
+        if server.running():  # else it was still starting
+            with contextlib.suppress(EpdError, KeyboardInterrupt):  # told again, or a server that cannot
+                console.print(f"stopping when open requests have ended, in {DRAIN_S:.0f} s at most; Ctrl-C: now")
+                control.drain(server.grpc, DRAIN_S)
         for again in (signal.SIGINT, signal.SIGTERM):  # would leave the stopping half done
             signal.signal(again, signal.SIG_IGN)
         console.print("stopping")
+        if status := server.stop():
+            _fail(f"tritonserver did not stop in good order: it ended {describe_exit(status)}; log: {server.log}")
     except (InstallError, LaunchError) as error:
         _fail(str(error))
     finally:
@@ -135,13 +139,13 @@ def drain(
 
 @app.command()
 def reload(model: str, url: Url = "localhost:8001") -> None:
-    """Unload and load a model, which brings back one whose process died; returns when it takes part again."""
+    """Unload and load a model, which brings back one whose process died; a worker takes part in requests then."""
     try:
         with console.status(f"reloading {model}"):
             took = control.reload(url, model)
     except EpdError as error:
         _fail(str(error))
-    console.print(f"{model} takes part again ({took:.1f} s)")
+    console.print(f"{model} is back ({took:.1f} s)")
 
 
 @app.command()

@@ -7,57 +7,24 @@ with Client("localhost:8001") as client:
 
 from __future__ import annotations
 
-import io
-import json
 import queue
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as triton
-from PIL import Image, UnidentifiedImageError
 from tritonclient.utils import InferenceServerException
 
+from epd_client.errors import EpdError, as_epd_error
+from epd_client.tensors import Chunk, ImageLike, parse_chunk, request_tensors
 from epd_client.timeline import Timeline
 
-ImageLike = str | Path | bytes | Image.Image
+__all__ = ["MODEL", "Answer", "Chunk", "Client", "EpdError", "Generation", "ImageLike"]
 
 MODEL = "epd_ensemble"
 STREAM_MARGIN_S = 10.0  # a stream that nobody closes ends so long after its request's time limit
-BOOLEAN_OUTPUTS = {
-    "return_finish_reason": "finish_reason",
-    "return_num_input_tokens": "num_input_tokens",
-    "return_num_output_tokens": "num_output_tokens",
-    "return_cumulative_logprob": "cumulative_logprob",
-    "return_logprobs": "logprobs",
-    "return_timeline": "timeline",
-}
-
-
-class EpdError(RuntimeError):
-    """A request failed. `code` is the gRPC status ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", ...)."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of an answer. Only the last one has `finish_reason` and `timeline`."""
-
-    text: str
-    finish_reason: str | None = None  # "stop" or "length"
-    num_input_tokens: int = 0  # tokens of the prompt, images included
-    num_output_tokens: int = 0  # tokens of this piece
-    cumulative_logprob: float | None = None  # only with `logprobs`; natural log, of the answer up to here
-    logprobs: Any = None  # only with `logprobs`: a list with one mapping a token of this piece
-    timeline: Timeline | None = None  # only with `timeline`
 
 
 @dataclass(frozen=True)
@@ -228,119 +195,3 @@ class Generation(Iterator[Chunk]):
             self._owner._open.discard(self)
             self._stream.stop_stream(cancel_requests=cancel)
             self._stream.close()
-
-
-def request_tensors(
-    text: str | None = None,
-    *,
-    images: Sequence[ImageLike] = (),
-    messages: Sequence[Mapping[str, Any]] | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    stream: bool = True,
-    logprobs: bool = False,
-    timeline: bool = False,
-    priority: int = 0,
-) -> tuple[list[triton.InferInput], list[str]]:
-    """Input tensors and names of the wanted outputs of a request, as `Client.generate` has it. Raises ValueError."""
-    if (text is None) == (messages is None):
-        raise ValueError("give either text or messages")
-    wanted = {"return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"}
-    wanted |= {"return_cumulative_logprob", "return_logprobs"} if logprobs else set()
-    wanted |= {"return_timeline"} if timeline else set()
-    inputs = [_flag("stream", stream), _flag("exclude_input_in_output", True)]
-    inputs += [_flag(name, True) for name in sorted(wanted)]
-    if text is not None:
-        inputs.append(_bytes("text_input", [text.encode()]))
-    if images:
-        inputs.append(_bytes("image", [encode_image(image) for image in images]))
-    if messages is not None:
-        inputs.append(_bytes("messages", [json.dumps(list(messages)).encode()]))
-    if sampling:
-        inputs.append(_bytes("sampling_parameters", [json.dumps(dict(sampling)).encode()]))
-    outputs = ["text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))]
-    if priority:  # an input of its own: Triton keeps the request parameter of that name to itself
-        tensor = triton.InferInput("priority", [1], "INT32")
-        tensor.set_data_from_numpy(np.array([priority], np.int32))
-        inputs.append(tensor)
-    return inputs, outputs
-
-
-def encode_image(image: ImageLike) -> bytes:
-    """Encoded image bytes: a file's as they are, a PIL image as PNG. Raises ValueError if the file is not an image."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, Image.Image):
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        return buffer.getvalue()
-    try:
-        data = Path(image).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read the image {image}: {error.strerror}") from error
-    try:
-        Image.open(io.BytesIO(data)).close()
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{image} is not an image; name a PNG, JPEG, WEBP, GIF or BMP file") from error
-    except Exception:  # one that is damaged or huge: the server says what is wrong with it
-        pass
-    return data
-
-
-def _bytes(name: str, values: list[bytes]) -> triton.InferInput:
-    tensor = triton.InferInput(name, [len(values)], "BYTES")
-    tensor.set_data_from_numpy(np.array(values, dtype=object))
-    return tensor
-
-
-def _flag(name: str, value: bool) -> triton.InferInput:
-    tensor = triton.InferInput(name, [1], "BOOL")
-    tensor.set_data_from_numpy(np.array([value]))
-    return tensor
-
-
-def parse_chunk(result: Any) -> Chunk:
-    """A response of the server, of either of tritonclient's gRPC clients."""
-
-    def first(name: str) -> Any:
-        tensor = result.as_numpy(name)
-        return None if tensor is None or tensor.size == 0 else tensor.ravel()[0]
-
-    def text(name: str) -> str | None:
-        value = first(name)
-        return value.decode() if value not in (None, b"", b"None") else None  # "None": vLLM's "not finished"
-
-    logprobs, timeline, cumulative = text("logprobs"), text("timeline"), first("cumulative_logprob")
-    return Chunk(
-        text=(first("text_output") or b"").decode(),
-        finish_reason=text("finish_reason"),
-        num_input_tokens=int(first("num_input_tokens") or 0),
-        num_output_tokens=int(first("num_output_tokens") or 0),
-        cumulative_logprob=None if cumulative is None else float(cumulative),
-        logprobs=json.loads(logprobs) if logprobs else None,
-        timeline=Timeline.from_json(timeline) if timeline else None,
-    )
-
-
-def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
-    """What tritonclient raised, with the remedy where there is no server, or a model without its process.
-
-    Of an error in a stream, Triton passes on the text alone, so that the text begins with the status. (It would pass on
-    the status if asked to by `triton_grpc_error`, but such errors crash Triton 2.51 now and then.)
-    """
-    code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
-    message = error.message()
-    if stated := re.match(r"\[([A-Z_]+)\] ", message):
-        code, message = stated[1], message[stated.end() :]
-    if code == "UNAVAILABLE" and "connect" in message.lower():
-        message = f"no server answers at {url} ({message}); start one with `epd serve`"
-    if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
-        code = "UNAVAILABLE"
-        message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
-    if died := re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message):
-        message = f"the process of model '{died[1]}' has died ({message}); start it again with `epd reload {died[1]}`"
-    if unloaded := re.search(r"'(.+)' has no available versions", message):
-        code = "UNAVAILABLE"
-        message = (
-            f"model '{unloaded[1]}' is not loaded ({message}); wait until it is, or run `epd reload {unloaded[1]}`"
-        )
-    return EpdError(message, code)

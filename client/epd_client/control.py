@@ -12,7 +12,8 @@ import tritonclient.grpc as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from epd_client.client import MODEL, Answer, Client, EpdError, as_epd_error
+from epd_client.client import MODEL, Answer, Client
+from epd_client.errors import EpdError, as_epd_error
 
 RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and again to load
 TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
@@ -58,8 +59,8 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
     """Unload and load `model`, which starts its process again, and wait until it takes part in requests again.
 
     Loading alone does nothing for a model that Triton believes to be there. Open requests of a live orchestrator are
-    finished first. Returns the seconds it all took. Raises EpdError, also if `take_up_s` after loading the
-    orchestrator has not found the model yet.
+    finished first. A model that is neither a worker nor the orchestrator need only be loaded. Returns the seconds it
+    all took. Raises EpdError, also if `take_up_s` after loading the orchestrator has not found the worker yet.
     """
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
@@ -73,7 +74,8 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
                 message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
                 raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
             server.load_model(model, client_timeout=RELOAD_TIMEOUT_S)
-            _wait_for_part(server, url, model, take_up_s)
+            if model == MODEL or _roles(_config(server, model, RELOAD_TIMEOUT_S)):
+                _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return time.monotonic() - begin
@@ -84,7 +86,7 @@ def _orchestrator_died(url: str) -> bool:
     try:
         _ask(url, LOOK_S)
     except EpdError as error:
-        return "has died" in str(error)
+        return error.died == MODEL
     return False
 
 
@@ -162,12 +164,17 @@ def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:
             for model in _models(server, timeout_s):
                 if model.get("state") == "READY":
                     config = _config(server, model["name"], timeout_s)
-                    roles = config.get("parameters", {}).get("roles", {}).get("string_value", "")
-                    for role in devices.keys() & {part.strip() for part in roles.split(",")}:
+                    for role in devices.keys() & _roles(config):
                         devices[role].add(_device(config))
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
     return devices["encode"].isdisjoint(devices["prefill"])
+
+
+def _roles(config: Mapping[str, Any]) -> set[str]:
+    """Stages that a worker model serves; none if it is no worker."""
+    roles = config.get("parameters", {}).get("roles", {}).get("string_value", "")
+    return {part.strip() for part in roles.split(",")} - {""}
 
 
 def _device(config: Mapping[str, Any]) -> str:

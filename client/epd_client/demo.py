@@ -20,8 +20,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from epd_client.client import Answer, Client, encode_image
+from epd_client.client import Answer, Client
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from epd_client.timeline import chrome_trace, overview, picture
 
 SEED = 0

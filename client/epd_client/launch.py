@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from epd_client import install, shm
+from epd_client.scratch import ScratchDirectory
 
 EXIT_TIMEOUT_S = 10  # how long the server lets requests in flight finish when it is told to stop
 KILL_TIMEOUT_S = 5  # how long killed stubs may take to end
@@ -80,7 +80,7 @@ class Server:
         self._asked_ports = (http_port, grpc_port, metrics_port)
         self._asked_log = Path(log) if log else None
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
+        self._directory: ScratchDirectory | None = None
         self._shm_before: frozenset[str] = frozenset()
 
     http: str  # "host:port"
@@ -116,7 +116,7 @@ class Server:
         environment = installation.environment({**os.environ, **self.env})
         ports = _choose_ports(self.host, self._asked_ports)
         self.http, self.grpc, self.metrics = (f"{self.host}:{port}" for port in ports)
-        self._directory = _make_directory()
+        self._directory = ScratchDirectory()
         self.log = self._asked_log or Path(tempfile.mkstemp(prefix="epd-server-", suffix=".log")[1])
         self._shm_before = shm.names()
         try:
@@ -129,12 +129,16 @@ class Server:
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
                 )
             self._wait_ready()
-        except BaseException:
+        except BaseException as error:
             self._end(failed=True)
+            if isinstance(error, KeyboardInterrupt) and self._asked_log is None:
+                self.log.unlink(missing_ok=True)  # nobody needs to be told why
             raise
 
     def stop(self) -> int | None:
         """Let requests in flight finish, end the server, remove what it left behind. Returns its exit status.
+
+        The status is negative, -N, if signal N ended the server, and None if there was none.
 
         A server that lost a model's process cannot unload that model and needs all of `EXIT_TIMEOUT_S`.
         """
@@ -145,7 +149,7 @@ class Server:
         http_port, grpc_port, metrics_port = map(str, ports)
         command = [str(installation.executable), f"--model-repository={self.repository}"]
         if installation.wheel is not None:
-            backends = install.assemble_backend(installation.wheel, self._directory / "backends")
+            backends = install.assemble_backend(installation.wheel, self._directory.path / "backends")
             command.append(f"--backend-directory={backends}")
         if self.config_name:
             command.append(f"--model-config-name={self.config_name}")
@@ -183,10 +187,10 @@ class Server:
             status = _terminate(self._process, EXIT_TIMEOUT_S + 10)
             self._process = None
             shm.remove_stale(shm.names() - self._shm_before)
-            if self._asked_log is None and not failed and status >= 0:  # < 0: killed by a signal
+            if self._asked_log is None and not failed and status == 0:
                 self.log.unlink(missing_ok=True)
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
             self._directory = None
         return status
 
@@ -211,13 +215,9 @@ def still_loading(log: str) -> list[str]:
     return [name for name in re.findall(r'"loading: (.*):\d+"', log) if name not in loaded]
 
 
-def _make_directory() -> Path:
-    """A temporary directory of this process; removes those of processes that were killed before they could."""
-    temporary = Path(tempfile.gettempdir())
-    for path in temporary.glob("epd-server-*-*"):
-        if (owner := re.fullmatch(r"epd-server-(\d+)-\w+", path.name)) and not Path(f"/proc/{owner[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"epd-server-{os.getpid()}-", dir=temporary))
+def describe_exit(status: int | None) -> str:
+    """How a process ended, by its exit status as `Server.stop` has it."""
+    return f"by {signal.Signals(-status).name}" if status and status < 0 else f"with exit status {status}"
 
 
 def _choose_ports(host: str, asked: Sequence[int | None]) -> list[int]:

@@ -22,8 +22,10 @@ from tritonclient.grpc import InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
 from epd_client import payload
-from epd_client.client import MODEL, as_epd_error, parse_chunk, request_tensors
+from epd_client.client import MODEL
+from epd_client.errors import as_epd_error
 from epd_client.payload import TextMaker
+from epd_client.tensors import parse_chunk, request_tensors
 from epd_client.timeline import Timeline
 
 LEAD_S = 0.2  # between the start of the clock and the first request

@@ -122,8 +122,13 @@ def build(
 
 def impact(spec: RequestSpec, estimator: ImpactEstimator, layout: Layout, apart: bool) -> Impact:
     """Estimated impact of a workload's request; the few tokens of a chat template are left out."""
-    units = [rows for width, height in spec.images for rows in layout(width, height)]
+    units = _units(spec, layout)
     return estimator.estimate(spec.text_tokens + sum(units), spec.output_tokens, units, apart=apart)
+
+
+def _units(spec: RequestSpec, layout: Layout) -> list[int]:
+    """Embedding rows of each encoder unit of a request's images."""
+    return [rows for width, height in spec.images for rows in layout(width, height)]
 
 
 def check(
@@ -140,8 +145,7 @@ def check(
     for done, spec in enumerate(specs):
         step(f"check: {spec.kind}", done, len(specs))
         (seen,) = profiler.send([msgspec.structs.replace(spec, at=0.0, output_tokens=1)])
-        units = [rows for width, height in spec.images for rows in layout(width, height)]
-        estimated = estimator.estimate(seen.input_tokens, 1, units, apart=apart).prefill_s
+        estimated = estimator.estimate(seen.input_tokens, 1, _units(spec, layout), apart=apart).prefill_s
         assert seen.timeline is not None
         measured = seen.timeline.ttft_s
         assert measured is not None

@@ -15,7 +15,7 @@ from epd_scheduler.fitting import EncodeSample, ForwardSample, MigrateSample
 from epd_scheduler.workload import RequestSpec
 
 from epd_client import load
-from epd_client.client import EpdError
+from epd_client.errors import EpdError
 from epd_client.load import Observation
 from epd_client.payload import TextMaker
 

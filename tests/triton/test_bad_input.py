@@ -212,7 +212,7 @@ def raw(server: Server, tensors: dict[str, tuple[str, Any]]) -> str:
         inputs.append(triton.InferInput(name, list(value.shape), datatype))
         inputs[-1].set_data_from_numpy(value)
     with triton.InferenceServerClient(server.grpc) as stream:
-        stream.start_stream(lambda result, error: answers.put(error or result))
+        stream.start_stream(lambda result, error: answers.put(error or result), stream_timeout=90)
         stream.async_stream_infer("epd_ensemble", inputs)
         answer = answers.get(timeout=60)
         stream.stop_stream(cancel_requests=True)
@@ -293,7 +293,7 @@ def test_garbage_sent_to_a_worker(server: Server, model: str, plans: bytes) -> N
         triton.InferenceServerClient(server.grpc) as worker,
         pytest.raises(InferenceServerException, match="ValidationError"),
     ):
-        worker.infer(model, [tensor])
+        worker.infer(model, [tensor], client_timeout=60)
 
 
 def test_a_bad_image_spoils_no_other_of_its_batch(client: Client) -> None:

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from epd_client.client import Client, encode_image
+from epd_client.client import Client
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from PIL import Image
 
 from tests.triton.conftest import ROOT
@@ -126,7 +127,7 @@ def by_dying(server: Server) -> Iterator[Begin]:
 
 def by_disconnecting(server: Server) -> Iterator[Begin]:
     """HTTP: the connection is closed."""
-    connection = http.client.HTTPConnection(server.http)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
 
     def begin(arguments: dict[str, Any]) -> Leave:
         body = {

@@ -14,8 +14,9 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from epd_client import demo
-from epd_client.client import Client, encode_image
+from epd_client.client import Client
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from models import digits
@@ -73,7 +74,7 @@ def test_unary_calls_are_refused_with_the_reason(server: Server) -> None:
     text = triton.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"1"], object))
     with triton.InferenceServerClient(server.grpc) as unary, pytest.raises(InferenceServerException) as caught:
-        unary.infer("epd_ensemble", [text])
+        unary.infer("epd_ensemble", [text], client_timeout=60)
     assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
     assert "doesn't support models with decoupled transaction policy" in caught.value.message()
     status, answer = post(
@@ -85,7 +86,7 @@ def test_unary_calls_are_refused_with_the_reason(server: Server) -> None:
 def test_many_requests_on_one_stream_are_told_apart_by_id(server: Server) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(server.grpc) as stream:
-        stream.start_stream(lambda result, error: answers.put(error or result))
+        stream.start_stream(lambda result, error: answers.put(error or result), stream_timeout=90)
         for number in range(16):
             tensors = {
                 "text_input": np.array([digits.QUESTION], object),

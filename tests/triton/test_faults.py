@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tritonclient.grpc
@@ -27,20 +29,21 @@ STAGES = {"encoder": "encode", "prefill": "prefill", "decode": "decode"}
 STALL_S = 10
 
 
-def start(**environment: str) -> Server:
-    return Server(ROOT / "model_repository", config_name="cpu", env=environment, ready_timeout_s=600)
+def start(log: Path | None = None, **environment: str) -> Server:
+    """`log` for a server that loses a process: it does not stop in good order, so that its log is kept."""
+    return Server(ROOT / "model_repository", config_name="cpu", env=environment, log=log, ready_timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults") / "epd.yaml"
     path.write_text(f"model: {digits.CHECKPOINT}\nlimits: {{stall_seconds: {STALL_S}}}\n")
-    return str(path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def faulty_server(config: str) -> Iterator[Server]:
-    with start(EPD_CONFIG=config) as server:
+def faulty_server(config: Path) -> Iterator[Server]:
+    with start(config.with_name("workers.log"), EPD_CONFIG=str(config)) as server:
         yield server
         names = shared_memory(server)
     assert names
@@ -202,9 +205,9 @@ def test_a_live_orchestrator_is_reloaded_under_load(server: Server) -> None:
     assert all("epd_ensemble' is not loaded" in str(result.error) for result in failed), failed
 
 
-def test_the_orchestrator_dies(config: str) -> None:
+def test_the_orchestrator_dies(config: Path) -> None:
     """Triton leaves open streams open: the clients' time limit ends them. New requests fail until it is reloaded."""
-    with start(EPD_CONFIG=config) as server:
+    with start(config.with_name("orchestrator.log"), EPD_CONFIG=str(config)) as server:
         answers_again(server)
         workers = {name: pid for name, pid in stubs(server).items() if name != "epd_ensemble"}
         open_ended: list[EpdError] = []
@@ -268,6 +271,8 @@ def test_shutdown_under_load() -> None:
     assert status >= 0  # not a crash; 1 if the workers took longer than the exit timeout
     assert took < 60
     assert all(result.right or result.error for result in load.results)
+    said = [str(result.error) for result in load.results if result.error]
+    assert all(re.search("server is stopping|server has ended the call|no server answers", each) for each in said), said
     assert left_over(names) == set()
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
 

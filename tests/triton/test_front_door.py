@@ -69,7 +69,7 @@ def test_request_id_and_priority_are_carried(server: Server) -> None:
         tensor.set_data_from_numpy(value)
     results: queue.Queue[Any] = queue.Queue()
     with InferenceServerClient(server.grpc) as stub:
-        stub.start_stream(lambda result, error: results.put((result, error)))
+        stub.start_stream(lambda result, error: results.put((result, error)), stream_timeout=90)
         stub.async_stream_infer("epd_ensemble", inputs, request_id="id-7")
         result, error = results.get(timeout=30)
         stub.stop_stream()

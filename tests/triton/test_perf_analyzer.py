@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from epd_client.client import encode_image
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 
 from models import digits
 from tests.triton.helpers import metrics, wait_until_idle
@@ -34,7 +34,8 @@ def environment() -> dict[str, str]:
     """The environment that `perf_analyzer` runs in; skips where a library is missing."""
     path = os.pathsep.join([*map(str, CUDA_RUNTIME), os.environ.get("LD_LIBRARY_PATH", "")])
     environment = {**os.environ, "LD_LIBRARY_PATH": path}
-    libraries = subprocess.run(["ldd", PERF_ANALYZER], env=environment, capture_output=True, text=True, check=True)
+    command = ["ldd", PERF_ANALYZER]
+    libraries = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     if missing := re.findall(r"(\S+) => not found", libraries.stdout):
         commands = [command for name, command in REMEDY.items() if any(name in library for library in missing)]
         pytest.skip(f"perf_analyzer misses {', '.join(missing)}; run: {'; '.join(commands)}")

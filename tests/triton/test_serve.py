@@ -31,7 +31,7 @@ def test_sigterm_lets_open_requests_finish() -> None:
     serving = subprocess.Popen([*command, "--metrics-port", metrics], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert serving.stdout is not None
     try:
-        while "Ctrl-C stops" not in (line := serving.stdout.readline()):
+        while "SIGTERM stops" not in (line := serving.stdout.readline()):
             assert line, "it has ended"
         with Load(f"127.0.0.1:{grpc}", users=6) as load, Client(f"127.0.0.1:{grpc}", timeout_s=60) as client:
             load.wait_for(20)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from epd_client import control, demo
 from epd_client.cli import app
-from epd_client.client import Client, EpdError, encode_image
+from epd_client.client import Client, EpdError
 from epd_client.launch import Server
+from epd_client.tensors import encode_image
 from PIL import Image
 from typer.testing import CliRunner
 

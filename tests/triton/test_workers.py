@@ -33,7 +33,7 @@ class Remote:
         for name, value in (("PLANS", data), ("MEDIA", media)):
             inputs.append(grpc.InferInput(name, [len(value)], "UINT8"))
             inputs[-1].set_data_from_numpy(np.frombuffer(value, np.uint8))
-        result = self._client.infer(self._model, inputs)
+        result = self._client.infer(self._model, inputs, client_timeout=60)
         return result.as_numpy("OUTCOMES").tobytes()
 
 

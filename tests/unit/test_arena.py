@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -56,6 +57,7 @@ class User:
         assert self.process.stdout is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], 60)[0], f"no answer to '{command}'"
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:

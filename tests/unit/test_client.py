@@ -2,7 +2,9 @@ import io
 
 import numpy as np
 import pytest
-from epd_client.client import Client, EpdError, as_epd_error, encode_image
+from epd_client.client import Client, EpdError
+from epd_client.errors import as_epd_error
+from epd_client.tensors import encode_image
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
@@ -46,3 +48,11 @@ def test_no_server_is_an_error_that_says_how_to_start_one() -> None:
 )
 def test_a_call_that_the_server_cancels_may_be_sent_again(message: str, code: str) -> None:
     assert as_epd_error(InferenceServerException(message, status="StatusCode.CANCELLED"), "localhost:1").code == code
+
+
+def test_what_triton_says_of_a_server_that_stops_is_no_fault_of_a_model() -> None:
+    error = as_epd_error(InferenceServerException("Server not ready"), "localhost:1")
+    assert (error.code, str(error)) == (
+        "UNAVAILABLE",
+        "the server is stopping (Server not ready); send the request again later",
+    )

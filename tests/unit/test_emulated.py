@@ -61,7 +61,9 @@ def exchange(made: EmulatedWorker, *plans: Plan, wait_s: float = 0.0, hello: boo
 def run(made: EmulatedWorker, *plans: Plan) -> list[Outcome]:
     outcomes = list(exchange(made, *plans, wait_s=60.0).outcomes)
     while len(outcomes) < len(plans):
-        outcomes += exchange(made, wait_s=60.0).outcomes
+        reply = exchange(made, wait_s=60.0)
+        assert reply.outcomes, "no outcome within a minute"
+        outcomes += reply.outcomes
     assert time.monotonic() >= outcomes[-1].end
     return outcomes
 

@@ -5,7 +5,7 @@ import io
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from epd_orchestrator.checkpoint import Checkpoint
 from epd_orchestrator.engine import Engine
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import Value
+from epd_orchestrator.runner import ServerStoppingError
 from epd_orchestrator.session import Update
 from epd_scheduler.config import Config, LimitsConfig
 from PIL import Image
@@ -21,6 +22,13 @@ from tests.unit.peer import Peer
 
 CHECKPOINT = Checkpoint.load(Path(__file__).parents[2] / "models/digits-vl")
 WAIT = 20.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Client:
@@ -183,8 +191,7 @@ def test_a_client_that_leaves_ends_its_request_in_every_stage(world: World, stag
     client = world.ask("Read.", '{"max_tokens": 200}', images=(png(),))
     time.sleep(0.1)
     client.gone = True
-    while not all(session.cancelled for session in world.engine._hub.open_sessions() or ()):
-        time.sleep(0.01)
+    wait_until(lambda: all(session.cancelled for session in world.engine._hub.open_sessions() or ()))
     world.peers[stage].frozen = False  # the last response waits for the plan in flight
     assert client.result()[1] == "cancelled"
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
@@ -268,10 +275,7 @@ def test_a_worker_that_makes_no_progress_is_given_up_until_it_is_through() -> No
     stalled = world.ask("a", '{"max_tokens": 2}')
     assert stalled.result()[1] == "unavailable"
     world.peers["prefill"].frozen = False
-    deadline = time.monotonic() + WAIT
-    while world.ask("a", '{"max_tokens": 2}').result() != ("bc", "length"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length"))
     world.engine.close()
 
 
@@ -343,8 +347,8 @@ def test_after_a_defect_of_the_core_nobody_works_beside_plans_of_the_old_one(
     monkeypatch.setattr("epd_orchestrator.process.runs", lambda _: True)
     world.peers["encoder"].frozen = world.peers["prefill"].frozen = True
     reading = world.ask("Read.", images=(png(),))
-    while not (world.peers["encoder"].plans and world.peers["prefill"].plans):  # prefill: the text before the image
-        time.sleep(0.01)
+    # Prefill has the text before the image.
+    wait_until(lambda: bool(world.peers["encoder"].plans and world.peers["prefill"].plans))
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("broken")
@@ -376,6 +380,21 @@ def test_a_defect_of_detokenisation_fails_its_request_alone(
     assert "ZeroDivisionError" in broken.message()
     monkeypatch.undo()
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
+def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.peers["decode"].seconds = 0.01
+    client = world.ask("a", '{"max_tokens": 2000}')
+    assert client.started.wait(WAIT)
+
+    def refuse(*_: bytes) -> bytes:
+        raise ServerStoppingError("Server not ready")
+
+    for peer in world.peers.values():
+        monkeypatch.setattr(peer, "exchange", refuse)
+    for each in (client, world.ask("a")):
+        assert each.result()[1] == "unavailable"
+        assert each.message() == "the server is stopping; send the request again later"
 
 
 def test_closing_ends_open_requests() -> None:

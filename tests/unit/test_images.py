@@ -206,8 +206,8 @@ def test_random_damage_raises_nothing_but_image_errors():
 
 def test_import_is_light():
     code = (
-        "import sys, epd_backend.images, epd_backend.families\n"
+        "import sys, epd_backend.images, epd_backend.families, epd_backend.procfs, epd_backend.doorbell\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from epd_client import install, shm
-from epd_client.launch import LaunchError, Server, explain, still_loading
+from epd_client import control, install, shm
+from epd_client.launch import LaunchError, Server, describe_exit, explain, still_loading
 
 CONFIG = """
 name: "pid"
@@ -50,8 +49,9 @@ def repository(tmp_path: Path) -> Iterator[Path]:
 
 
 def processes_that_name(text: str) -> list[str]:
-    found = subprocess.run(["ps", "-eo", "pid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if text in line and line.split()[1][0] != "Z"]
+    command = ["ps", "-eo", "pid=,stat=,args="]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [line for line in found.stdout.splitlines() if text in line and line.split()[1][0] != "Z"]
 
 
 def regions_of(pid: int) -> set[str]:
@@ -60,15 +60,25 @@ def regions_of(pid: int) -> set[str]:
     return {Path(line.split()[-1]).name for line in lines if shm.TRITON_PREFIX in line}
 
 
-def stub_pid(server: Server) -> int:
-    with triton.InferenceServerClient(server.grpc) as client:
+def stub_pid(url: str) -> int:
+    with triton.InferenceServerClient(url) as client:
         return int(client.infer("pid", [], client_timeout=10).as_numpy("PID")[0])
+
+
+def kill_stub(url: str) -> int:
+    """Kill the process of the model, which a call then notices; returns its id."""
+    pid = stub_pid(url)
+    time.sleep(0.5)  # it comes to rest: killed in the middle of something it may hold a lock that Triton waits for
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(triton.InferenceServerException, match="not healthy"):
+        stub_pid(url)
+    return pid
 
 
 def test_a_server_runs_and_ends_without_a_trace(repository: Path) -> None:
     with Server(repository) as server:
         assert len({server.http, server.grpc, server.metrics}) == 3
-        pid, stub, log, regions = server.pid, stub_pid(server), server.log, regions_of(server.pid)
+        pid, stub, log, regions = server.pid, stub_pid(server.grpc), server.log, regions_of(server.pid)
         assert regions
         environment = dict(
             item.split("=", 1) for item in Path(f"/proc/{stub}/environ").read_text().split("\0") if "=" in item
@@ -79,16 +89,11 @@ def test_a_server_runs_and_ends_without_a_trace(repository: Path) -> None:
         assert not Path(gone).exists(), f"{gone} is left"
 
 
-def test_a_killed_stub_comes_back_by_unload_and_load(repository: Path) -> None:
-    with Server(repository) as server:
-        dead = stub_pid(server)
-        os.kill(dead, signal.SIGKILL)
-        with pytest.raises(triton.InferenceServerException, match="not healthy"):
-            stub_pid(server)
-        with triton.InferenceServerClient(server.grpc) as client:
-            client.unload_model("pid", client_timeout=30)
-            client.load_model("pid", client_timeout=30)
-        assert stub_pid(server) != dead
+def test_a_killed_stub_comes_back_by_a_reload(repository: Path, tmp_path: Path) -> None:
+    with Server(repository, log=tmp_path / "log") as server:
+        dead = kill_stub(server.grpc)
+        assert control.reload(server.grpc, "pid") < control.TAKE_UP_S  # it is no worker, and takes part in nothing
+        assert stub_pid(server.grpc) != dead
         regions = regions_of(server.pid)
         assert len(regions) == 2  # that of the dead stub too
     assert not any(Path(f"/dev/shm/{name}").exists() for name in regions)
@@ -96,7 +101,7 @@ def test_a_killed_stub_comes_back_by_unload_and_load(repository: Path) -> None:
 
 def test_a_killed_server_leaves_nothing_either(repository: Path) -> None:
     with Server(repository) as server:
-        stub, regions = stub_pid(server), regions_of(server.pid)
+        stub, regions = stub_pid(server.grpc), regions_of(server.pid)
         os.kill(server.pid, signal.SIGKILL)
     assert not any(Path(f"/dev/shm/{name}").exists() for name in regions)
     assert not Path(f"/proc/{stub}").exists() or Path(f"/proc/{stub}/stat").read_text().split()[2] == "Z"
@@ -110,23 +115,44 @@ import time
 from epd_client.launch import Server
 server = Server({str(repository)!r})
 server.start()
-print(server.pid, server.log, flush=True)
+print(server.pid, server.log, server._directory.path, flush=True)
 time.sleep(60)
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
-    pid, log = launcher.stdout.readline().split()
+    pid, log, directory = launcher.stdout.readline().split()
+    with Server(repository):
+        assert Path(directory).exists(), "it is in use"
     launcher.kill()
-    launcher.wait()
+    launcher.wait(10)
     launcher.stdout.close()
     deadline = time.monotonic() + 20
     while processes_that_name(str(repository)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert int(pid) > 0
     Path(log).unlink()
-    (directory,) = Path(tempfile.gettempdir()).glob(f"epd-server-{launcher.pid}-*")
+    assert Path(directory).exists()
     with Server(repository):
-        assert not directory.exists(), "what a killed launcher left behind is removed by the next"
+        assert not Path(directory).exists(), "what a killed launcher left behind is removed by the next"
+
+
+def test_serve_tells_of_a_server_that_does_not_stop_in_good_order(repository: Path, tmp_path: Path) -> None:
+    """Triton never finishes the unloading of a model whose process died, and gives up after its exit timeout."""
+    command = [Path(sys.executable).parent / "epd", "serve", "--repository", repository, "--config-name", ""]
+    command += ["--log", tmp_path / "log", *(f"--{service}-port=0" for service in ("http", "grpc", "metrics"))]
+    serving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert serving.stdout is not None
+        _, _, _, url, *_ = serving.stdout.readline().split()
+        kill_stub(url)
+        control.reload(url, "pid")
+        serving.send_signal(signal.SIGTERM)
+        output, _ = serving.communicate(timeout=60)
+    finally:
+        serving.kill()
+    last = f"tritonserver did not stop in good order: it ended with exit status 1; log: {tmp_path / 'log'}"
+    assert output.splitlines()[-1] == f"error: {last}"
+    assert serving.returncode == 1
 
 
 def test_the_reason_of_a_model_that_does_not_load_is_in_the_error(repository: Path) -> None:
@@ -148,6 +174,18 @@ def test_no_answer_within_the_limit(repository: Path) -> None:
     with pytest.raises(LaunchError, match="not ready within 0 s"):
         server.start()
     server.log.unlink()
+
+
+def test_an_interrupted_start_leaves_nothing(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(repository)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_wait_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert not server.log.exists()
 
 
 def test_a_port_in_use_is_named(repository: Path) -> None:
@@ -194,6 +232,10 @@ def test_a_python_version_without_stub_is_explained(tmp_path: Path) -> None:
     (stubs / "3.8").mkdir(parents=True)
     with pytest.raises(install.InstallError, match=r"no stub for Python 3\.\d+, only for 3\.8"):
         install.assemble_backend(tmp_path, tmp_path / "out")
+
+
+def test_how_a_server_ended_is_said() -> None:
+    assert [describe_exit(status) for status in (1, -signal.SIGSEGV)] == ["with exit status 1", "by SIGSEGV"]
 
 
 def test_explain_prefers_the_model_over_what_follows_from_it() -> None:

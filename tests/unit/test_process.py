@@ -1,13 +1,15 @@
-"""Which processes of the server are older than the orchestrator's, told by their command lines."""
+"""Which processes of the server are older than the orchestrator's, told by their command lines; which have ended."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from epd_backend import procfs
 
 LOOK = "from epd_orchestrator import process; print(process.older(['epd_ensemble', 'decode', 'decode_1', 'encoder']))"
 
@@ -34,3 +36,17 @@ def test_older_processes_are_found_by_model(tmp_path: Path, fetched: bool) -> No
         process.communicate(timeout=10)
     decode, decode_1 = ({running[model].pid} for model in ("decode", "decode_1"))
     assert found.strip() == str({"epd_ensemble": set(), "decode": decode, "decode_1": decode_1, "encoder": set()})
+
+
+def test_a_process_is_alive_until_it_ends(tmp_path: Path) -> None:
+    shell = tmp_path / ") Z 1 ("  # the name is a field of what is read
+    shell.symlink_to("/bin/sh")
+    process = subprocess.Popen(["sh", "-c", "read line"], executable=shell, stdin=subprocess.PIPE)
+    stat = procfs.stat(process.pid)
+    assert (stat.alive, stat.parent) == (True, os.getpid())
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not procfs.stat(process.pid).alive
+    process.communicate(timeout=10)
+    with pytest.raises(OSError, match="No such"):
+        procfs.stat(process.pid)

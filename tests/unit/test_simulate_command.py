@@ -75,5 +75,5 @@ def test_the_server_does_not_import_the_simulator() -> None:
     code = (
         "import sys, epd_scheduler.core, epd_orchestrator.engine; print([m for m in sys.modules if 'simulation' in m])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"

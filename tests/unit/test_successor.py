@@ -100,7 +100,7 @@ def test_no_instance_joins_while_another_runs_a_plan_of_the_predecessor(
             batches += sum(isinstance(plan, BatchPlan) for plan in decode_exchange(data).plans)
             if batches == worst:
                 go.set()
-                done.wait()
+                assert done.wait(60), "the plan that was left behind does not end"
         return workers[name].exchange(data, memoryview(media))
 
     other, mine = (png(SCANS[list(LABELS).index(label)]) for label in (4, 7))

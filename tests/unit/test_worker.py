@@ -105,6 +105,7 @@ def test_a_reply_counts_the_plans_without_an_outcome(language):
     while wanted := wanted - len(reply.outcomes):
         assert reply.pending == wanted
         reply = decode_reply(language.exchange(encode(Exchange(wait_s=5.0)), memoryview(b"")))
+        assert reply.outcomes, "no outcome within five seconds"
     assert reply.pending == 0
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from epd_scheduler.protocol import ArenaInfo
 
+from epd_backend import procfs
 from epd_backend.arena import ArenaError, attach_file, nbytes
 from epd_backend.shared_file import SharedFile
 
@@ -133,7 +133,7 @@ def _open_handle(said: _Descriptor) -> int:
 def _require_maker(said: _Descriptor) -> None:
     """CUDA opens no handle of a process that has ended."""
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{said.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+        if procfs.stat(said.pid).alive:
             return
     raise ArenaError(
         f"the {said.kind} arena of {said.device} was made by process {said.pid}, which has ended, and other instances "

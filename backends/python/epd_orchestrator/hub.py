@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 from epd_scheduler.config import Config
 from epd_scheduler.core import Core
 from epd_scheduler.profile import configured_profile
@@ -28,6 +29,7 @@ from epd_orchestrator.session import Session, Update
 logger = logging.getLogger(__name__)
 
 _FIRST_ANSWER_S = 5.0  # a new request waits so long for instances that are being asked who they are
+_STOPPING = "the server is stopping; send the request again later"
 _SETTLE_S = 0.05  # after a defect of the core, between two looks whether all instances are idle or gone
 
 
@@ -67,7 +69,7 @@ class Hub:
                 self._bury(link, unrest=link.silent)
                 link.wake.notify()
             if self._closing:
-                self.end(session.seq, "unavailable", "the server is shutting down; send the request again later")
+                self.end(session.seq, "unavailable", _STOPPING)
             elif len(self._sessions) > (most := self._config.limits.requests):
                 self.end(session.seq, "unavailable", f"{most} requests are open; retry, or raise 'limits.requests'")
             else:
@@ -189,9 +191,10 @@ class Hub:
                 self._take_outcomes(link, reply, now)
             self._after_call()
 
-    def take_failure(self, link: Link, message: str) -> None:
-        """The call failed: the instance is gone, or not there yet."""
+    def take_failure(self, link: Link, message: str, *, stopping: bool = False) -> None:
+        """The call failed: the instance is gone or not there yet, or the server is `stopping` and refuses all calls."""
         with self._lock:
+            self._closing = self._closing or stopping
             link.calling = link.abandoned = link.draining = False
             self._lose(link, message)
             self._after_call()
@@ -295,6 +298,8 @@ class Hub:
         for event in self._core.drain():
             if isinstance(event, EndEvent):
                 self._admitted.discard(event.seq)
+                if self._closing and event.reason == "unavailable":  # not for want of an instance, as the core believes
+                    event = msgspec.structs.replace(event, message=_STOPPING)
             self._events.append(event)
         if self._events:
             self._work.notify()

@@ -9,17 +9,19 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from epd_backend import procfs
+
 
 def older(names: Iterable[str]) -> dict[str, set[int]]:
     """Ids of the processes of the server's Python models `names` that began to run before this one."""
     found: dict[str, set[int]] = {name: set() for name in names}
-    _, own = _parent_and_begin(os.getpid())
+    own = procfs.stat(os.getpid())
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             program, *arguments = os.fsdecode(path.read_bytes()).split("\0")
             pid = int(path.parent.name)
-            parent, begin = _parent_and_begin(pid)
-            if program.endswith("triton_python_backend_stub") and parent == os.getppid() and begin < own:
+            stat = procfs.stat(pid)
+            if program.endswith("triton_python_backend_stub") and stat.parent == own.parent and stat.begin < own.begin:
                 # The path MODEL/VERSION/model.py, or another one if Triton fetched it; and the instance, MODEL_0_0.
                 said = {Path(arguments[0]).parent.parent.name, *(each.rsplit("_", 2)[0] for each in arguments)}
                 for model in found.keys() & said:
@@ -46,10 +48,10 @@ def require_alone(model: str, timeout_s: float = 10.0) -> None:
 def runs(pid: int) -> bool:
     """True while process `pid` is a child of the server that can still write to memory; a reused id is not."""
     try:
-        state, parent = _stat(pid)[:2]
+        stat = procfs.stat(pid)
     except OSError:
         return False
-    return state not in "ZX" and int(parent) == os.getppid()
+    return stat.alive and stat.parent == os.getppid()
 
 
 def end(pid: int) -> None:
@@ -57,14 +59,3 @@ def end(pid: int) -> None:
     if pid != os.getpid() and runs(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _parent_and_begin(pid: int) -> tuple[int, int]:
-    """A process's parent and when it began, in ticks of a clock. Raises OSError."""
-    fields = _stat(pid)
-    return int(fields[1]), int(fields[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of proc_pid_stat(5) from the third on. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

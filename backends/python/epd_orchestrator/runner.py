@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 ExchangeFn = Callable[[str, bytes, bytes], bytes | memoryview]
 
 
+class ServerStoppingError(ConnectionError):
+    """The server refuses calls to all instances, for it stops."""
+
+
 class Runner(threading.Thread):
     """Carries plans to an instance and outcomes back until the hub closes."""
 
@@ -34,6 +38,7 @@ class Runner(threading.Thread):
                     self._exchange(self._link.name, protocol.encode(call.exchange), call.media)
                 )
             except Exception as error:  # whatever it is, the plans of this call have no outcome
-                self._hub.take_failure(self._link, str(error) or type(error).__name__)
+                stopping = isinstance(error, ServerStoppingError)
+                self._hub.take_failure(self._link, str(error) or type(error).__name__, stopping=stopping)
             else:
                 self._hub.take_reply(self._link, call, reply)

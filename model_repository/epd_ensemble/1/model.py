@@ -11,6 +11,7 @@ from epd_orchestrator.engine import Engine
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import FAMILIES
 from epd_orchestrator.responses import Options, ResponseBuilder
+from epd_orchestrator.runner import ServerStoppingError
 from epd_scheduler import config
 from epd_scheduler.request import RefusedError
 
@@ -22,6 +23,7 @@ CODES = {  # attributes of pb_utils.TritonError, which does not exist yet while 
     "internal": "INTERNAL",
 }
 FLAGS = [name for name in Options.__struct_fields__ if name != "exclude_input_in_output"]
+STOPPING = "Server not ready"  # how each call between models ends from SIGTERM on
 NO_MEDIA = b"\0"  # Triton has no empty tensors that a BLS call takes
 RESERVED = ("triton_", "binary_data_output")  # request parameters of the protocol, not of sampling
 
@@ -119,7 +121,7 @@ class Gauges:
 
 
 def exchange(name, data, media):
-    """A plain blocking call of a worker model. Raises ConnectionError."""
+    """A plain blocking call of a worker model. Raises ConnectionError, ServerStoppingError."""
     reply = pb_utils.InferenceRequest(
         model_name=name,
         requested_output_names=["OUTCOMES"],
@@ -129,7 +131,8 @@ def exchange(name, data, media):
         ],
     ).exec()
     if reply.has_error():
-        raise ConnectionError(reply.error().message())
+        message = reply.error().message()
+        raise ServerStoppingError(message) if STOPPING in message else ConnectionError(message)
     return pb_utils.get_output_tensor_by_name(reply, "OUTCOMES").as_numpy().tobytes()
 
 
