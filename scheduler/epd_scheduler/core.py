@@ -203,7 +203,8 @@ class Core:
         for flight in instance.flights.values():
             for embedding in flight.embeddings:
                 assert flight.pool is not None
-                flight.pool.abandon(embedding)
+                for sequence in flight.pool.abandon(embedding):
+                    self.order.update(sequence)
         if instance.flights:
             self._undead.append(instance)
         for sequence in list(self.sequences.values()):
