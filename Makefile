@@ -17,7 +17,7 @@ setup: $(INSTALLED) ## make .venv and install all that the other targets need
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on PATH: install it, or run make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing dependencies into $(VENV) (about 1.5 GB the first time)"
+	@echo "installing dependencies into $(VENV) (1.5 GB the first time, 5.6 GB where torch is the one for CUDA)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[client,server,triton,dev]'
 	@touch $@
 
