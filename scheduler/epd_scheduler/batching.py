@@ -83,7 +83,7 @@ class _Batch:
             starts = sequence.table is None
             if first and starts and sequence.rank > first:
                 continue
-            count = min(self._schedulable_here(sequence), self.budget)
+            count = min(self._schedulable(sequence), self.budget)
             if not count:
                 continue
             count = memory.room_for(sequence, self.instance, count, self.now)
@@ -94,10 +94,10 @@ class _Batch:
             elif starts:
                 first = min(first or sequence.rank, sequence.rank)
 
-    def _schedulable_here(self, sequence: Sequence) -> int:
+    def _schedulable(self, sequence: Sequence) -> int:
         """How many of its tokens may be computed here now, as far as embeddings go."""
         ready, overlap = sequence.tracker.ready, self.core.config.scheduler.overlap
-        if sequence.phase != "queued" or not sequence.schedulable or (overlap == "none" and ready != EVERYTHING):
+        if sequence.phase != "queued" or ready <= sequence.scheduled or (overlap == "none" and ready != EVERYTHING):
             return 0
         if sequence.reserves and not sequence.scheduled and sequence.tracker.needs_encoding():
             return 0  # once it has started it must not wait for memory
@@ -115,7 +115,7 @@ class _Batch:
             return False
         pieces = 0
         for sequence in self.core.order.for_prefill():
-            if count := self._schedulable_here(sequence):
+            if count := self._schedulable(sequence):
                 pieces += count
                 if sequence.tracker.ready == EVERYTHING or pieces >= self.budget:
                     return False
@@ -143,8 +143,6 @@ class _Batch:
         self.core.order.served(sequence, count)
         if whole:
             _leave_queue(self.core, sequence, self.instance)
-        else:
-            self.core.order.update(sequence)
 
     def _add(
         self,

@@ -203,8 +203,7 @@ class Core:
         for flight in instance.flights.values():
             for embedding in flight.embeddings:
                 assert flight.pool is not None
-                for sequence in flight.pool.abandon(embedding):
-                    self.order.update(sequence)
+                flight.pool.abandon(embedding)
         if instance.flights:
             self._undead.append(instance)
         for sequence in list(self.sequences.values()):

@@ -87,32 +87,27 @@ class EmbeddingPool:
         self._entries[key] = embedding
         return embedding
 
-    def landed(self, embedding: Embedding) -> list[Sequence]:
-        """The encode plan's outcome is in and good. Returns who waited for it."""
+    def landed(self, embedding: Embedding) -> None:
+        """The encode plan's outcome is in and good."""
         embedding.ready = True
-        waited, embedding.waiting = embedding.waiting, []
-        for sequence in waited:
+        for sequence in embedding.waiting:
             sequence.tracker.refresh()
+        embedding.waiting.clear()
         self.unpin(embedding)
-        return waited
 
     def failed(self, embedding: Embedding) -> None:
         """The encode plan failed."""
         self.abandon(embedding)
         self.reclaim(embedding)
 
-    def abandon(self, embedding: Embedding) -> list[Sequence]:
-        """The encode plan will have no outcome but may run yet: the embedding is to be made again, in other blocks.
-
-        Returns who waited for it.
-        """
-        waited, embedding.waiting = embedding.waiting, []
-        for sequence in waited:
+    def abandon(self, embedding: Embedding) -> None:
+        """The encode plan will have no outcome but may run yet: the embedding is to be made again, in other blocks."""
+        for sequence in embedding.waiting:
             sequence.tracker.forget(embedding)
+        embedding.waiting.clear()
         if embedding.users:
             self.returning += len(embedding.blocks)
         del self._entries[embedding.key]
-        return waited
 
     def reclaim(self, embedding: Embedding) -> None:
         """Nothing of the plan of an abandoned embedding can still run."""

@@ -24,9 +24,7 @@ def plan_encodes(core: Core, now: float) -> None:
         if sequence.prefill in full:
             continue  # it would wait behind who waits there already
         while sequence.phase == "queued" and sequence.tracker.needs_encoding():
-            planned = _plan_one(core, encoder, sequence, now)
-            core.order.update(sequence)
-            if planned:
+            if _plan_one(core, encoder, sequence, now):
                 encoder = _free_encoder(core)
                 if encoder is None:
                     return
@@ -97,8 +95,7 @@ def complete_encode(core: Core, instance: Instance, flight: Flight, outcome: Out
         holders = {s: s.tracker.item_of(embedding) for s in embedding.waiting if s.tracker.holds(embedding)}
         fault = outcome.unit_errors.get(index)
         if fault is None and outcome.error is None:
-            for sequence in flight.pool.landed(embedding):
-                core.order.update(sequence)
+            flight.pool.landed(embedding)
             core.counters.encoded_tokens += unit.rows
             for sequence, item in holders.items():
                 detail = {"item": item, "unit": unit.unit, "rows": unit.rows}

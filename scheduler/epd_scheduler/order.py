@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from typing import Protocol
 
 from epd_scheduler.request import Class
@@ -25,19 +24,13 @@ class Order(Protocol):
         """Take a sequence out of the queue; ValueError if it is not there."""
 
     def for_prefill(self) -> Iterator[Sequence]:
-        """Queued sequences with a token that has its embedding and is not scheduled, first to serve first.
-
-        A snapshot: the queue may change while the iterator is in use, and who wakes meanwhile waits for the next one.
-        """
+        """Queued sequences, first to serve first. A snapshot: the queue may change while the iterator is in use."""
 
     def for_encoding(self) -> Iterator[Sequence]:
-        """The same for encoder work: sequences that need some."""
+        """The same for encoder work, of sequences with items alone."""
 
     def served(self, sequence: Sequence, tokens: int) -> None:
         """So many of the sequence's prompt tokens were put in a batch."""
-
-    def update(self, sequence: Sequence) -> None:
-        """Tokens of a sequence that stays queued were scheduled, or its embeddings planned, landed or lost."""
 
     def protects(self, klass: Class) -> bool:
         """True for a class that starts with all its memory, by preempting those that it outranks, and then keeps it."""
@@ -47,58 +40,43 @@ class Order(Protocol):
 
 
 class SortedQueue:
-    """Sequences sorted by a key that is unique and does not change while they are queued.
-
-    Those for which nothing can be done now sleep: the queue keeps their place, but is not slowed down by them.
-    """
+    """Sequences sorted by a key that is unique and does not change while they are queued."""
 
     def __init__(self, key: Callable[[Sequence], Rank]) -> None:
         self._key = key
-        self._awake: list[Sequence] = []
-        self._asleep: list[Sequence] = []
+        self._items: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Insert in order, awake."""
-        insort(self._awake, sequence, key=self._key)
+        """Insert in order."""
+        insort(self._items, sequence, key=self._key)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out; ValueError if it is not there."""
-        if not (self._take(self._awake, sequence) or self._take(self._asleep, sequence)):
+        index = bisect_left(self._items, self._key(sequence), key=self._key)
+        if index == len(self._items) or self._items[index] is not sequence:
             raise ValueError(f"sequence {sequence.seq} is not queued")
-
-    def set_awake(self, sequence: Sequence, awake: bool) -> None:
-        """Let a sequence wake or sleep. Nothing happens if it does so already, or is not queued."""
-        old, new = (self._asleep, self._awake) if awake else (self._awake, self._asleep)
-        if self._take(old, sequence):
-            insort(new, sequence, key=self._key)
+        del self._items[index]
 
     @property
     def first(self) -> Sequence:
-        """The first, awake or not; ValueError if there is none."""
-        return min((part[0] for part in (self._awake, self._asleep) if part), key=self._key)
-
-    def _take(self, part: list[Sequence], sequence: Sequence) -> bool:
-        index = bisect_left(part, self._key(sequence), key=self._key)
-        if index == len(part) or part[index] is not sequence:
-            return False
-        del part[index]
-        return True
+        """The first; IndexError if there is none."""
+        return self._items[0]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """A snapshot of those that are awake, in order."""
-        return iter(tuple(self._awake))
+        """A snapshot, in order."""
+        return iter(tuple(self._items))
 
     def __len__(self) -> int:
-        """Number of sequences, awake or not."""
-        return len(self._awake) + len(self._asleep)
+        """Number of sequences."""
+        return len(self._items)
 
 
 class Ranked:
     """One queue by rank; a policy adds the rank."""
 
     def __init__(self) -> None:
-        self._queue = SortedQueue(attrgetter("rank"))
-        self._with_items = SortedQueue(attrgetter("rank"))
+        self._queue = SortedQueue(lambda sequence: sequence.rank)
+        self._with_items = SortedQueue(lambda sequence: sequence.rank)
 
     def rank(self, sequence: Sequence) -> Rank:
         """The policy: first to serve first."""
@@ -110,7 +88,6 @@ class Ranked:
         self._queue.add(sequence)
         if sequence.request.items:
             self._with_items.add(sequence)
-            self.update(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; ValueError if it is not there."""
@@ -128,12 +105,6 @@ class Ranked:
 
     def served(self, sequence: Sequence, tokens: int) -> None:
         """Nothing to account for."""
-
-    def update(self, sequence: Sequence) -> None:
-        """It sleeps while it has no tokens to schedule, and no images to encode."""
-        if sequence.request.items:
-            self._queue.set_awake(sequence, sequence.schedulable)
-            self._with_items.set_awake(sequence, sequence.tracker.needs_encoding())
 
     def protects(self, klass: Class) -> bool:  # noqa: ARG002
         """Nobody."""

@@ -11,13 +11,12 @@ The longest wait that follows is derived in docs/scheduling.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 
 from epd_scheduler.config import RPSConfig
 from epd_scheduler.order import SortedQueue
 from epd_scheduler.profile import Profile
 from epd_scheduler.request import CLASSES, Class
-from epd_scheduler.sequence import Sequence
+from epd_scheduler.sequence import Rank, Sequence
 
 PATIENCE = 20  # a derived delay is so many times what a typical request of the class takes alone
 
@@ -34,8 +33,12 @@ def delays(config: RPSConfig, profile: Profile | None) -> dict[Class, float]:
     return {name: derived[name] if delay is None else delay for name, delay in configured.items()}
 
 
-_rank = attrgetter("rank")
-_deadline = attrgetter("deadline", "seq")
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+def _deadline(sequence: Sequence) -> Rank:
+    return (sequence.deadline, sequence.seq)
 
 
 class RPS:
@@ -57,7 +60,6 @@ class RPS:
         sequence.rank = (sequence.request.arrival + self._delay[sequence.klass], sequence.seq)
         for queue in self._queues_of(sequence):
             queue.add(sequence)
-        self.update(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue; ValueError if it is not there."""
@@ -89,13 +91,6 @@ class RPS:
             own = tokens if sequence.klass == name else 0
             owed = due + self._share * tokens if len(self._queues[name]) else 0.0
             self._due[name] = min(max(owed - own, 0.0), self._budget)
-
-    def update(self, sequence: Sequence) -> None:
-        """It sleeps while it has no tokens to schedule, and no images to encode."""
-        if sequence.request.items:
-            self._all.set_awake(sequence, sequence.schedulable)
-            self._queues[sequence.klass].set_awake(sequence, sequence.schedulable)
-            self._by_deadline[sequence.klass].set_awake(sequence, sequence.tracker.needs_encoding())
 
     def protects(self, klass: Class) -> bool:
         """Sand is never preempted and does not wait for others' memory."""

@@ -77,11 +77,6 @@ class Sequence:
         return len(self.output) + self.unsampled < self.request.max_tokens
 
     @property
-    def schedulable(self) -> bool:
-        """True if it has tokens that are not scheduled and wait for no embedding."""
-        return self.tracker.ready > self.scheduled
-
-    @property
     def protected(self) -> bool:
         """True once it has started with all its memory reserved."""
         return self.reserves and self.scheduled > 0

@@ -128,7 +128,7 @@ def test_nothing_schedulable_is_left_while_a_worker_has_room(
     def check() -> None:
         cluster.submit()
         prefill, encoder = cluster.core.instances["prefill"], cluster.core.instances["encoder"]
-        for sequence in (s for s in cluster.core.sequences.values() if s.phase == "queued"):
+        for sequence in cluster.core.order.for_prefill():
             if prefill.room:
                 assert sequence.scheduled == min(sequence.tracker.ready, sequence.known) or (
                     sequence.reserves and sequence.tracker.needs_encoding()

@@ -83,5 +83,5 @@ def test_a_rock_has_its_place_by_the_derived_delay() -> None:
         Config(scheduler=SchedulerConfig(order="rps")), ["all"], msgspec.structs.replace(PROFILE, centres=centres)
     )
     core.add(make_request(5, [(900, 900)], 32, [1]), 5.0)
-    (rock,) = core.sequences.values()
+    (rock,) = core.order.for_prefill()
     assert (rock.klass, rock.rank) == ("rock", (pytest.approx(68.2456), 5))
