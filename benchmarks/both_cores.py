@@ -13,10 +13,8 @@ import itertools
 import numpy as np
 from epd_client.client import Client
 
-from benchmarks.overlap import QUESTION, Bench, checkpoint, host, token_times
+from benchmarks.overlap import OVERLAPS, QUESTION, Bench, checkpoint, host, token_times
 from benchmarks.servers import configuration, serve
-
-OVERLAP = "full"
 
 
 def inter_token(client: Client) -> float:
@@ -29,21 +27,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time to first token with both cores for every operation.")
     parser.add_argument("--images", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--overlap", choices=OVERLAPS, default="full")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--wait", type=float, default=60.0, help="most seconds to wait for an idle machine, each time")
     args = parser.parse_args()
     model = checkpoint(args.dtype)
     bench = Bench(model, args.wait)
-    config = configuration(model, args.dtype, f"overlap: {OVERLAP}")
+    config = configuration(model, args.dtype, f"overlap: {args.overlap}")
     ttft: dict[int, list[float]] = {count: [] for count in args.images}
     between: list[float] = []
     with serve(config, "1EPD", threads=2) as running, Client(running.grpc) as client:
-        bench.ttft(client, OVERLAP, 2)  # warm up
+        bench.ttft(client, args.overlap, 2)  # warm up
         for _ in range(args.repetitions):
             for count, seen in ttft.items():
-                seen.append(bench.ttft(client, OVERLAP, count).ttft)
+                seen.append(bench.ttft(client, args.overlap, count).ttft)
             between.append(inter_token(client))
-    print(f"{host()}, {args.dtype}, fastest (median) of {args.repetitions}, ms")
+    print(f"{host()}, {args.dtype}, overlap {args.overlap}, fastest (median) of {args.repetitions}, ms")
     for count, seen in ttft.items():
         print(f"{count} images: {1e3 * min(seen):.0f} ({1e3 * float(np.median(seen)):.0f})")
     print(f"between tokens: {1e3 * min(between):.1f} ({1e3 * float(np.median(between)):.1f})")

@@ -117,7 +117,7 @@ class Server:
         ports = _choose_ports(self.host, self._asked_ports)
         self.http, self.grpc, self.metrics = (f"{self.host}:{port}" for port in ports)
         self._directory = ScratchDirectory()
-        self.log = self._asked_log or Path(tempfile.mkstemp(prefix="epd-server-", suffix=".log")[1])
+        self.log = self._asked_log or _make_log()
         self._shm_before = shm.names()
         try:
             command = [sys.executable, "-c", EXEC_TIED_TO_PARENT, str(os.getpid())]
@@ -218,6 +218,12 @@ def still_loading(log: str) -> list[str]:
 def describe_exit(status: int | None) -> str:
     """How a process ended, by its exit status as `Server.stop` has it."""
     return f"by {signal.Signals(-status).name}" if status and status < 0 else f"with exit status {status}"
+
+
+def _make_log() -> Path:
+    fd, name = tempfile.mkstemp(prefix="epd-server-", suffix=".log")
+    os.close(fd)
+    return Path(name)
 
 
 def _choose_ports(host: str, asked: Sequence[int | None]) -> list[int]:

@@ -79,7 +79,6 @@ class Peer:
         deadline = time.monotonic() + message.wait_s
         outcomes: list[Outcome] = []
         rung = False
-        self.bell.clear()
         while True:
             with self.lock:
                 if not self.alive or self.pid != pid:
@@ -88,6 +87,7 @@ class Peer:
                     outcomes += self._work()
                 if outcomes or not self.plans or rung or time.monotonic() >= deadline:
                     info = self.info() if message.hello else None
+                    self.bell.clear()
                     return encode(Reply(tuple(outcomes), info, len(self.plans)))
             rung = self.bell.wait(0.0005)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -42,13 +45,27 @@ def test_rings_before_clear_are_forgotten(bell: Doorbell) -> None:
     assert bell.wait(LONG)
 
 
+def test_a_bell_may_have_any_descriptor(bell: Doorbell) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    low = bell._socket
+    bell._socket = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024))
+    low.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not bell.wait(0.01)
+    ring(bell.name)
+    assert bell.wait(LONG)
+
+
 def test_closing_wakes_and_gives_the_name_back() -> None:
     bell = Doorbell()
     waiter = threading.Thread(target=bell.wait, args=(LONG,))
     waiter.start()
+    time.sleep(0.1)
+    begin = time.monotonic()
     bell.close()
-    waiter.join(LONG / 2)
-    assert not waiter.is_alive()
+    waiter.join()
+    assert time.monotonic() - begin < LONG / 2
     with open("/proc/net/unix") as sockets:
         assert f"@{bell.name}\n" not in sockets.read()
     ring(bell.name)

@@ -110,8 +110,12 @@ def test_an_exchange_waits_no_longer_than_asked() -> None:
     assert (reply.outcomes, reply.pending) == ((), 1)
 
 
-def test_a_ring_ends_the_wait() -> None:
+@pytest.mark.parametrize("early", [True, False], ids=["while the call is on its way", "while it waits"])
+def test_a_ring_ends_the_wait(early: bool) -> None:
     made = worker()
-    threading.Timer(0.1, ring, [made.info.bell]).start()
+    if early:
+        ring(made.info.bell)
+    else:
+        threading.Timer(0.1, ring, [made.info.bell]).start()
     reply = exchange(made, forward(1, 1000), wait_s=60.0)
     assert (reply.outcomes, reply.pending) == ((), 1)

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from epd_orchestrator.checkpoint import Checkpoint
 from epd_orchestrator.engine import Engine
-from epd_orchestrator.intake import Intake, Query
+from epd_orchestrator.intake import Intake, Prepared, Query
 from epd_orchestrator.metrics import Value
 from epd_orchestrator.runner import ServerStoppingError
 from epd_orchestrator.session import Update
@@ -386,15 +387,25 @@ def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: 
     world.peers["decode"].seconds = 0.01
     client = world.ask("a", '{"max_tokens": 2000}')
     assert client.started.wait(WAIT)
+    prepare, go_on = world.engine._intake.prepare, threading.Event()
+
+    def prepare_late(*query: Any) -> Prepared:
+        assert go_on.wait(WAIT)
+        return prepare(*query)
 
     def refuse(*_: bytes) -> bytes:
         raise ServerStoppingError("Server not ready")
 
+    monkeypatch.setattr(world.engine._intake, "prepare", prepare_late)
+    late = world.ask("a")
     for peer in world.peers.values():
         monkeypatch.setattr(peer, "exchange", refuse)
-    for each in (client, world.ask("a")):
+    for each in (client, late, world.ask("a")):
         assert each.result()[1] == "unavailable"
         assert each.message() == "the server is stopping; send the request again later"
+        go_on.set()
+    monkeypatch.undo()  # a call is answered: the server did not stop
+    wait_until(lambda: world.ask("a", '{"max_tokens": 1}').result() == ("b", "length"))
 
 
 def test_closing_ends_open_requests() -> None:

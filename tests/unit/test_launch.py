@@ -186,6 +186,7 @@ def test_an_interrupted_start_leaves_nothing(repository: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         server.start()
     assert not server.log.exists()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(server.log) in os.path.realpath(fd)]
 
 
 def test_a_port_in_use_is_named(repository: Path) -> None:

@@ -87,9 +87,13 @@ def test_an_exchange_waits_for_a_first_outcome_no_longer_than_asked(language):
     assert abs(time.monotonic() - outcome.end) < 5.0  # the same clock
 
 
-def test_a_ring_ends_the_wait(language):
+@pytest.mark.parametrize("early", [True, False], ids=["while the call is on its way", "while it waits"])
+def test_a_ring_ends_the_wait(language, early):
     language._in_progress += 1  # a plan that takes for ever
-    threading.Timer(0.1, ring, [language.info.bell]).start()
+    if early:
+        ring(language.info.bell)
+    else:
+        threading.Timer(0.1, ring, [language.info.bell]).start()
     begin = time.monotonic()
     reply = decode_reply(language.exchange(encode(Exchange(wait_s=60.0)), memoryview(b"")))
     language._in_progress -= 1

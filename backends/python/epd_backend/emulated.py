@@ -70,9 +70,9 @@ class EmulatedWorker:
         message = decode_exchange(data)
         for plan in message.plans:
             self._submit(plan)
-        self._bell.clear()
         if self._pending and message.wait_s > 0:
             self._bell.wait(min(message.wait_s, max(0.0, self._pending[0].end - time.monotonic())))
+        self._bell.clear()
         outcomes = []
         now = time.monotonic()
         while self._pending and self._pending[0].end <= now:

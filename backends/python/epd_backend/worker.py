@@ -110,7 +110,6 @@ class Worker:
         spans = {key: media[at : at + size] for key, (at, size) in message.media.items() if at + size <= len(media)}
         for plan in message.plans:
             self._submit(plan, spans)
-        self._bell.clear()
         with self._lock:
             wait = self._in_progress and not self._outcomes
         if wait and message.wait_s > 0:
@@ -118,6 +117,7 @@ class Worker:
         with self._lock:
             outcomes, self._outcomes = tuple(self._outcomes), []
             pending = self._in_progress
+            self._bell.clear()  # not before the wait: it may have been rung while the call was on its way here
         return encode(Reply(outcomes, self.info if message.hello else None, pending))
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ class Hub:
         self._opened = threading.Condition(self._lock)  # sessions have come or gone
         self._begun = False  # a request has come
         self._former: set[int] = set()  # processes that may run plans of a core that failed or of a predecessor
+        self._stopping = False  # calls end so as they do when the server stops
         self._closing = False
         self._closed = False
 
@@ -107,7 +108,7 @@ class Hub:
     def end(self, seq: int, reason: EndReason, message: str) -> None:
         """End a request that the core does not know."""
         with self._lock:
-            self._events.append(EndEvent(seq, reason, message))
+            self._put(EndEvent(seq, reason, message))
             self._work.notify()
 
     def cancel(self, session: Session) -> None:
@@ -194,7 +195,7 @@ class Hub:
     def take_failure(self, link: Link, message: str, *, stopping: bool = False) -> None:
         """The call failed: the instance is gone or not there yet, or the server is `stopping` and refuses all calls."""
         with self._lock:
-            self._closing = self._closing or stopping
+            self._stopping = self._stopping or stopping
             link.calling = link.abandoned = link.draining = False
             self._lose(link, message)
             self._after_call()
@@ -251,6 +252,7 @@ class Hub:
                 link.next_hello = now + _SETTLE_S  # another one may still write to its arenas
                 return
             link.info, link.progress = info, now
+            self._stopping = False
             with self._changing() as core:
                 core.join(info, now)
             logger.info("instance '%s' joined: %s on %s", link.name, ", ".join(info.roles), info.device)
@@ -298,11 +300,16 @@ class Hub:
         for event in self._core.drain():
             if isinstance(event, EndEvent):
                 self._admitted.discard(event.seq)
-                if self._closing and event.reason == "unavailable":  # not for want of an instance, as the core believes
-                    event = msgspec.structs.replace(event, message=_STOPPING)
-            self._events.append(event)
+            self._put(event)
         if self._events:
             self._work.notify()
+
+    def _put(self, event: Event) -> None:
+        """An event for the dispatcher."""
+        if self._stopping and isinstance(event, EndEvent) and event.reason == "unavailable":
+            # Not for want of an instance, as the core believes.
+            event = msgspec.structs.replace(event, message=_STOPPING)
+        self._events.append(event)
 
     def _begin_again(self, message: str) -> None:
         now = time.monotonic()
