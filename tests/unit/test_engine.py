@@ -408,6 +408,27 @@ def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: 
     wait_until(lambda: world.ask("a", '{"max_tokens": 1}').result() == ("b", "length"))
 
 
+def test_a_worker_that_is_replaced_between_two_calls_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_orchestrator.link.WAIT_S", 0.01)
+    peer = world.peers["prefill"]
+    exchange = peer.exchange
+
+    def replaced(data: bytes, media: bytes) -> bytes:
+        monkeypatch.setattr(peer, "exchange", exchange)
+        peer.start()
+        return exchange(data, media)
+
+    peer.frozen = True
+    client = world.ask("a", '{"max_tokens": 1}')
+    wait_until(lambda: bool(peer.plans))
+    monkeypatch.setattr(peer, "exchange", replaced)
+    assert client.result()[1] == "unavailable"
+    peer.frozen = False
+    assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
 def test_closing_ends_open_requests() -> None:
     before = set(threading.enumerate())
     world = World()

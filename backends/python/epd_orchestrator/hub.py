@@ -265,6 +265,10 @@ class Hub:
             with self._changing() as core:
                 for outcome in outcomes:
                     core.complete(outcome, now)
+        if reply.pending < len(link.submitted):
+            # Without a call that failed: Triton puts a model that it loads anew in the old one's place.
+            self._lose(link, "another process has taken its place and knows nothing of the plans under way")
+            link.next_hello = now
 
     def _lose(self, link: Link, reason: str) -> None:
         if link.info is not None or not link.next_hello:  # once, not at every attempt to reach it again
