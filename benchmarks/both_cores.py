@@ -36,7 +36,7 @@ def main() -> None:
     config = configuration(model, args.dtype, f"overlap: {args.overlap}")
     ttft: dict[int, list[float]] = {count: [] for count in args.images}
     between: list[float] = []
-    with serve(config, "1EPD", threads=2) as running, Client(running.grpc) as client:
+    with serve(config, "1EPD", cores={"aggregated": "0,1"}, threads=2) as running, Client(running.grpc) as client:
         bench.ttft(client, args.overlap, 2)  # warm up
         for _ in range(args.repetitions):
             for count, seen in ttft.items():

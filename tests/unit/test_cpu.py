@@ -8,35 +8,71 @@ import torch
 from epd_backend import cpu, weights
 from torch import nn
 
-
-@pytest.mark.parametrize("rows", [1, 3, 4, 8, 32, 33])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear(rows, bias):
-    torch.manual_seed(rows)
-    layer, x = nn.Linear(48, 80, bias=bias), torch.randn(1, rows, 48)
-    with torch.inference_mode():
-        expected = layer(x)
-        cpu.speed_up(layer)
-        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
-        every_other = torch.randn(1, rows, 96)[..., ::2]
-        torch.testing.assert_close(layer(every_other), nn.functional.linear(every_other, layer.weight, layer.bias))
-    assert type(layer) is cpu.Linear
+HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear(rows, bias):
+def test_linear(dtype, rows, bias):
+    if dtype == torch.bfloat16 and not HAS_BFLOAT16:
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
     torch.manual_seed(rows)
-    layer = nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
-    x = torch.randn(1, rows, 96, dtype=torch.bfloat16)[..., ::2]
+    layer = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    contiguous, every_other = torch.randn(1, rows, 48, dtype=dtype), torch.randn(1, rows, 96, dtype=dtype)[..., ::2]
+    error = 1e-5 if dtype == torch.float32 else 1e-2
     with torch.inference_mode():
-        expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        expected = [
+            nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+            for x in (contiguous, every_other)
+        ]
         held = weights.weight_bytes(layer)
         cpu.speed_up(layer)
-        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-2, atol=1e-2)
+        for x, product in zip((contiguous, every_other), expected, strict=True):
+            torch.testing.assert_close(layer(x).double(), product, rtol=error, atol=error)
     assert type(layer) is cpu.PackedLinear
     assert weights.weight_bytes(layer) == held
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize("rows", [1, 33])
+def test_a_tied_head_keeps_its_weights(rows):
+    torch.manual_seed(rows)
+    model = nn.ModuleDict({"embedding": nn.Embedding(80, 48), "head": nn.Linear(48, 80, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    x = torch.randn(1, rows, 48)
+    with torch.inference_mode():
+        expected = nn.functional.linear(x, model["embedding"].weight)
+        cpu.speed_up(model)
+        torch.testing.assert_close(model["head"](x), expected, rtol=1e-5, atol=1e-5)
+    assert type(model["head"]) is cpu.Linear
+    assert model["head"].weight is model["embedding"].weight
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize(("biases", "products_each"), [((True,) * 3, 1), ((False,) * 3, 1), ((True, False, True), 3)])
+def test_layers_that_read_the_same_input_compute_together(biases, products_each, monkeypatch):
+    torch.manual_seed(0)
+    shapes = zip(("q_proj", "k_proj", "v_proj"), (64, 16, 32), biases, strict=True)
+    block = nn.ModuleDict({name: nn.Linear(48, size, bias=bias) for name, size, bias in shapes})
+    inputs = [torch.randn(1, 3, 48) for _ in range(4)]
+    with torch.inference_mode():
+        expected = [[layer(x) for layer in block.values()] for x in inputs]
+        held = weights.weight_bytes(block)
+        cpu.speed_up(block)
+        assert weights.weight_bytes(block) == held
+        products = []
+        product = cpu._product
+        monkeypatch.setattr(cpu, "_product", lambda *args: products.append(args) or product(*args))
+        results = [[layer(x) for layer in block.values()] for x in inputs]
+        assert len(products) == products_each * len(inputs)
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+        # Called in whatever order, with whatever tensors, each is a layer of its own.
+        calls = [(2, 0), (0, 1), (1, 0), (1, 1), (0, 0), (2, 2), (2, 2), (0, 3)]
+        layers = list(block.values())
+        results = [layers[index](inputs[at]) for index, at in calls]
+        torch.testing.assert_close(results, [expected[at][index] for index, at in calls], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(2, 14, 14), (4, 28, 28)])

@@ -234,17 +234,21 @@ def test_an_instance_opens_from_what_triton_says():
     made.close()
 
 
-def test_an_instance_stays_on_its_cores():
+def test_an_instance_stays_on_its_cores(monkeypatch):
+    """And its threads may wait awake there."""
     everything = os.sched_getaffinity(0)
     core = max(everything)
     directory = DIGITS.parents[1] / "model_repository" / "decode"
     try:
+        monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is put back
+        monkeypatch.delenv("GOMP_SPINCOUNT")
         made = open_worker(triton_args(directory, roles="decode", device="cpu:2", cpus=str(core)))
         threads = [os.sched_getaffinity(t.native_id) for t in threading.enumerate() if t.name.startswith("decode-")]
         made.close()
     finally:
         os.sched_setaffinity(0, everything)
     assert threads == [{core}]
+    assert int(os.environ["GOMP_SPINCOUNT"]) > 0
     for wrong in ("0,x", "9999"):
         with pytest.raises(ConfigError, match="name cores that this process may use"):
             open_worker(triton_args(directory, roles="decode", cpus=wrong))

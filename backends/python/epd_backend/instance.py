@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from epd_backend.worker import Worker
 
 
+# How long (0.25 to 1.5 ms, by CPU) threads of an instance with cores of its own wait awake for their part of the next
+# product. To be woken for each takes as long as a small product; where others share the cores, it is the lesser evil.
+_SPINS = "10000"
+
+
 def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
     """The worker of a Triton model instance; `args` is what the Python backend passes to `initialize`.
 
     Of the model's parameters, `roles` is required; `device` names a virtual CPU device for KIND_CPU (default "cpu:0"),
-    while for KIND_GPU the instance group does; `cpus` ("0,2") are the host's cores that it may use (default: all);
-    `emulate` names a profile whose costs stand in for computing.
+    while for KIND_GPU the instance group does; `threads` is the parallelism of each stage; `cpus` ("0,2") are the
+    host's cores, taken to be its own (default: all, shared); `emulate` names a profile whose costs stand in for
+    computing.
     All instances of a server are children of one process and share arenas by its id.
 
     Raises ConfigError and what `Worker` raises.
@@ -36,15 +42,19 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
         device = f"cuda:{args['model_instance_device_id']}"
     if cpus := parameters.get("cpus"):
         _stay_on(cpus)
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # before torch
     settings = config.load(config_path(args["model_repository"]))
     name, roles = args["model_name"], _roles(parameters.get("roles", ""))
     stages = int(parameters.get("stages", "1"))
     if path := parameters.get("emulate"):
         return EmulatedWorker(settings, load_profile(path), name=name, roles=roles, device=device, stages=stages)
+    import torch  # which an emulated worker does without, and transformers
+
     from epd_backend import cpu
-    from epd_backend.worker import Worker  # torch and transformers, which an emulated worker does without
+    from epd_backend.worker import Worker
 
     cpu.keep_memory()
+    torch.set_num_threads(1)  # of this thread: with more threads in all than cores, OpenMP lets none wait awake
     return Worker(
         settings,
         name=name,

@@ -37,8 +37,9 @@ def load_part(
     """Load a checkpoint's vision side or language side.
 
     `layers = (first, end)` keeps decoder layers `first ..< end` alone, the token embedding with the first of them and
-    the final norm and head with the last; layers keep their index. Weights in `dtype` already stay mapped from the
-    file and are shared between the processes that load it, but for those that `cpu.PackedLinear` copies.
+    the final norm and head with the last; layers keep their index. On a GPU weights are copied there; on a CPU those in
+    `dtype` already stay mapped from the file and are shared between the processes that load it, but for linear
+    layers, which `cpu.PackedLinear` copies.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = of(config.to_dict())
@@ -76,8 +77,9 @@ def load_part(
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers that a model holds; tied ones count once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    packed = [module.packed for module in model.modules() if isinstance(module, cpu.PackedLinear)]
-    return sum(t.numel() * t.element_size() for t in (*tensors.values(), *packed))
+    packed = {module.packed for module in model.modules() if isinstance(module, cpu.PackedLinear)}
+    held = [*tensors.values(), *(each.weight for each in packed), *(p.bias for p in packed if p.bias is not None)]
+    return sum(t.numel() * t.element_size() for t in held)
 
 
 def _keep_layers(model: Any, family: Family, first: int, end: int) -> None:
