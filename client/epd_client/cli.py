@@ -15,7 +15,7 @@ from epd_client import control, demo, measure, simulate
 from epd_client.client import Client, EpdError
 from epd_client.configure import TopologyError, parse_topology, write_repository
 from epd_client.install import InstallError
-from epd_client.launch import LaunchError, Server, describe_exit
+from epd_client.launch import READY_TIMEOUT_S, LaunchError, Server, describe_exit
 from epd_client.timeline import picture
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -42,6 +42,9 @@ def serve(
         Path | None,
         typer.Option(help="File for the server's log; by default a temporary one, which an orderly stop removes."),
     ] = None,
+    ready_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for all models to load; a large checkpoint may need more.")
+    ] = READY_TIMEOUT_S,
 ) -> None:
     """Start the server and leave it running until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -53,6 +56,7 @@ def serve(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         log=log,
+        ready_timeout_s=ready_timeout,
     )
     try:
         with console.status("starting tritonserver"):

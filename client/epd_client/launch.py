@@ -26,6 +26,7 @@ from types import TracebackType
 from epd_client import install, shm
 from epd_client.scratch import ScratchDirectory
 
+READY_TIMEOUT_S = 600.0  # how long all models may take to load
 EXIT_TIMEOUT_S = 10  # how long the server lets requests in flight finish when it is told to stop
 KILL_TIMEOUT_S = 5  # how long killed stubs may take to end
 READY_POLL_S = 0.1
@@ -67,7 +68,7 @@ class Server:
         grpc_port: int | None = None,
         metrics_port: int | None = None,
         log: str | Path | None = None,
-        ready_timeout_s: float = 300.0,
+        ready_timeout_s: float = READY_TIMEOUT_S,
         extra_args: Sequence[str] = (),
     ) -> None:
         self.repository = Path(repository).resolve()

@@ -180,7 +180,7 @@ def _server(
     if url:
         yield url
         return
-    with Server(repository, config_name=config_name or None, env=environment, ready_timeout_s=300) as server:
+    with Server(repository, config_name=config_name or None, env=environment) as server:
         yield server.grpc
 
 

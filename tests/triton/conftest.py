@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
-    with Server(ROOT / "model_repository", config_name="cpu", ready_timeout_s=600) as server:
+    with Server(ROOT / "model_repository", config_name="cpu") as server:
         yield server
 
 

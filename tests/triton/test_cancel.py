@@ -58,9 +58,7 @@ Begin = Callable[[dict[str, Any]], Leave]
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     configuration = tmp_path_factory.mktemp("slow") / "epd.yaml"
     configuration.write_text(CONFIGURATION)
-    with Server(
-        ROOT / "model_repository", config_name="cpu", env={"EPD_CONFIG": str(configuration)}, ready_timeout_s=600
-    ) as server:
+    with Server(ROOT / "model_repository", config_name="cpu", env={"EPD_CONFIG": str(configuration)}) as server:
         yield server
 
 

@@ -31,7 +31,7 @@ STALL_S = 10
 
 def start(log: Path | None = None, **environment: str) -> Server:
     """`log` for a server that loses a process: it does not stop in good order, so that its log is kept."""
-    return Server(ROOT / "model_repository", config_name="cpu", env=environment, log=log, ready_timeout_s=600)
+    return Server(ROOT / "model_repository", config_name="cpu", env=environment, log=log)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The launcher, with a real server and a model of three lines."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ instance_group [{ kind: KIND_CPU count: 1 }]
 """
 MODEL = """
 import os
+import re
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -174,6 +176,17 @@ def test_no_answer_within_the_limit(repository: Path) -> None:
     with pytest.raises(LaunchError, match="not ready within 0 s"):
         server.start()
     server.log.unlink()
+
+
+def test_serve_gives_up_on_models_that_do_not_load_in_time(repository: Path) -> None:
+    command = [Path(sys.executable).parent / "epd", "serve", "--repository", repository, "--config-name", ""]
+    command += ["--ready-timeout=0.1", *(f"--{service}-port=0" for service in ("http", "grpc", "metrics"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    told = re.fullmatch(r"error: tritonserver was not ready within .* log: (\S+)\n", result.stderr)
+    assert told, result.stderr
+    assert not processes_that_name(str(repository))
+    Path(told[1]).unlink()
 
 
 def test_an_interrupted_start_leaves_nothing(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
