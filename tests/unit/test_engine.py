@@ -429,6 +429,27 @@ def test_a_worker_that_is_replaced_between_two_calls_is_not_waited_for(
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
 
 
+def test_what_plans_for_a_replaced_idle_worker_name_is_in_use_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made while it is asked who it is, and an embedding's blocks are those of another instance."""
+    assert world.ask("Read.", '{"max_tokens": 1}', images=(png(),)).result()[1] == "length"
+    hub, peer = world.engine._hub, world.peers["encoder"]
+    link, exchange = hub._links["encoder"], peer.exchange
+
+    def late(data: bytes, media: bytes) -> bytes:
+        wait_until(lambda: bool(link.outbox or link.submitted))
+        return exchange(data, media)
+
+    wait_until(lambda: hub.idle and time.monotonic() - link.replied > 0.5)
+    peer.start()
+    monkeypatch.setattr(peer, "exchange", late)
+    assert world.ask("Read.", '{"max_tokens": 1}', images=(png(84),)).result()[1] == "length"
+    assert link.info
+    assert link.info.pid == peer.pid
+    assert hub.stats().embedding_blocks_used == 0
+
+
 def test_closing_ends_open_requests() -> None:
     before = set(threading.enumerate())
     world = World()
