@@ -71,8 +71,9 @@ class Peer:
         message = decode_exchange(data)
         with self.lock:
             pid = self.pid
-            self.plans.extend(message.plans)
-            for plan in message.plans:
+            plans = message.plans_for(pid)
+            self.plans.extend(plans)
+            for plan in plans:
                 if isinstance(plan, EncodePlan):
                     spans = (message.media[unit.media] for unit in plan.units)
                     self.media.extend(bytes(media[at : at + size]) for at, size in spans)

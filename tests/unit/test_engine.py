@@ -429,6 +429,15 @@ def test_a_worker_that_is_replaced_between_two_calls_is_not_waited_for(
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
 
 
+def test_a_worker_that_is_replaced_while_nothing_is_under_way_takes_no_plan_for_the_one_before(world: World) -> None:
+    """It would read what is not in its arenas: here an embedding that its predecessor had."""
+    images = (png(),)
+    assert world.ask("Read.", '{"max_tokens": 1}', images=images).result()[1] == "length"
+    world.peers["prefill"].start()
+    wait_until(lambda: world.ask("Read.", '{"max_tokens": 1}', images=images).result()[1] == "length")
+    assert len(world.peers["encoder"].media) == 2
+
+
 def test_what_plans_for_a_replaced_idle_worker_name_is_in_use_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
