@@ -212,6 +212,29 @@ def test_a_client_that_raises_is_treated_as_gone(world: World) -> None:
     assert client.result()[1] == "cancelled"
 
 
+def test_a_client_that_is_slow_to_ask_once_does_not_keep_others_from_leaving(world: World) -> None:
+    class Slow(Client):
+        asked = False
+
+        def cancelled(self) -> bool:
+            if not self.asked:
+                time.sleep(WAIT / 8)
+                self.asked = True
+            return False
+
+    world.peers["decode"].frozen = True
+    slow = Slow(world)
+    with world.lock:
+        world.open.add(slow)
+    world.engine.submit(Query("a"), slow)
+    wait_until(lambda: slow.asked)
+    client = world.ask("a")
+    client.gone = True
+    assert client.result()[1] == "cancelled"
+    world.peers["decode"].frozen = False
+    assert slow.result()[1] == "length"
+
+
 @pytest.mark.parametrize("stage", ["encoder", "prefill", "decode"])
 def test_a_killed_worker_comes_back_and_nothing_hangs(world: World, stage: str) -> None:
     for peer in world.peers.values():
