@@ -25,7 +25,7 @@ from epd_scheduler.protocol import (
     encode,
 )
 
-_pids = itertools.count(1)
+_pids = itertools.count(2**22 + 1)  # no real process has such a number (PID_MAX_LIMIT), so none is taken for a peer
 
 
 class Peer:
