@@ -131,10 +131,10 @@ def profile(
     from epd_scheduler.workload import WorkloadError, generate, load_mix
 
     from epd_client.payload import TextMaker
-    from epd_client.profiling import Profiler
 
     try:
         from epd_client import profile_builder as builder
+        from epd_client.profiling import Profiler
     except ImportError as error:
         _fail(f"{error}; install it with: pip install 'triton-epd[bench]'")
     try:

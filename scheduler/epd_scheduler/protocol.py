@@ -178,6 +178,14 @@ class Exchange(Message, frozen=True):
     media: dict[int, tuple[int, int]] = {}  # media key -> (offset, size) in the MEDIA tensor
     wait_s: float = 0.0  # while plans are in progress: for a first outcome, or for a ring of the worker's bell
     hello: bool = False  # answer with WorkerInfo
+    pid: int = 0  # the process that the plans are for; 0: whoever it is
+
+    def plans_for(self, pid: int) -> tuple[Plan, ...]:
+        """What process `pid` is to submit: nothing if it has taken the place of the one that the plans are for.
+
+        They rely on what that one had in its arenas. The orchestrator learns it from `Reply.pending`.
+        """
+        return self.plans if self.pid in (0, pid) else ()
 
 
 class Reply(Message, frozen=True):

@@ -25,7 +25,7 @@ from epd_scheduler.protocol import (
     encode,
 )
 
-_pids = itertools.count(1)
+_pids = itertools.count(2**22 + 1)  # no real process has such a number (PID_MAX_LIMIT), so none is taken for a peer
 
 
 class Peer:
@@ -71,8 +71,9 @@ class Peer:
         message = decode_exchange(data)
         with self.lock:
             pid = self.pid
-            self.plans.extend(message.plans)
-            for plan in message.plans:
+            plans = message.plans_for(pid)
+            self.plans.extend(plans)
+            for plan in plans:
                 if isinstance(plan, EncodePlan):
                     spans = (message.media[unit.media] for unit in plan.units)
                     self.media.extend(bytes(media[at : at + size]) for at, size in spans)

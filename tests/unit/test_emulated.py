@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -56,6 +57,14 @@ def images(plan: int, *rows: int) -> EncodePlan:
 
 def exchange(made: EmulatedWorker, *plans: Plan, wait_s: float = 0.0, hello: bool = False) -> Reply:
     return decode_reply(made.exchange(encode(Exchange(plans, wait_s=wait_s, hello=hello)), memoryview(b"")))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["this process", "its predecessor"])
+def test_plans_for_another_process_are_not_taken(same: bool) -> None:
+    made = worker()
+    message = Exchange((forward(1, 100),), pid=os.getpid() if same else os.getpid() + 1)
+    assert decode_reply(made.exchange(encode(message), memoryview(b""))).pending == int(same)
+    made.close()
 
 
 def run(made: EmulatedWorker, *plans: Plan) -> list[Outcome]:

@@ -212,6 +212,29 @@ def test_a_client_that_raises_is_treated_as_gone(world: World) -> None:
     assert client.result()[1] == "cancelled"
 
 
+def test_a_client_that_is_slow_to_ask_once_does_not_keep_others_from_leaving(world: World) -> None:
+    class Slow(Client):
+        asked = False
+
+        def cancelled(self) -> bool:
+            if not self.asked:
+                time.sleep(WAIT / 8)
+                self.asked = True
+            return False
+
+    world.peers["decode"].frozen = True
+    slow = Slow(world)
+    with world.lock:
+        world.open.add(slow)
+    world.engine.submit(Query("a"), slow)
+    wait_until(lambda: slow.asked)
+    client = world.ask("a")
+    client.gone = True
+    assert client.result()[1] == "cancelled"
+    world.peers["decode"].frozen = False
+    assert slow.result()[1] == "length"
+
+
 @pytest.mark.parametrize("stage", ["encoder", "prefill", "decode"])
 def test_a_killed_worker_comes_back_and_nothing_hangs(world: World, stage: str) -> None:
     for peer in world.peers.values():
@@ -427,6 +450,36 @@ def test_a_worker_that_is_replaced_between_two_calls_is_not_waited_for(
     assert client.result()[1] == "unavailable"
     peer.frozen = False
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
+def test_a_worker_that_is_replaced_while_nothing_is_under_way_takes_no_plan_for_the_one_before(world: World) -> None:
+    """It would read what is not in its arenas: here an embedding that its predecessor had."""
+    images = (png(),)
+    assert world.ask("Read.", '{"max_tokens": 1}', images=images).result()[1] == "length"
+    world.peers["prefill"].start()
+    wait_until(lambda: world.ask("Read.", '{"max_tokens": 1}', images=images).result()[1] == "length")
+    assert len(world.peers["encoder"].media) == 2
+
+
+def test_what_plans_for_a_replaced_idle_worker_name_is_in_use_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made while it is asked who it is, and an embedding's blocks are those of another instance."""
+    assert world.ask("Read.", '{"max_tokens": 1}', images=(png(),)).result()[1] == "length"
+    hub, peer = world.engine._hub, world.peers["encoder"]
+    link, exchange = hub._links["encoder"], peer.exchange
+
+    def late(data: bytes, media: bytes) -> bytes:
+        wait_until(lambda: bool(link.outbox or link.submitted))
+        return exchange(data, media)
+
+    wait_until(lambda: hub.idle and time.monotonic() - link.replied > 0.5)
+    peer.start()
+    monkeypatch.setattr(peer, "exchange", late)
+    assert world.ask("Read.", '{"max_tokens": 1}', images=(png(84),)).result()[1] == "length"
+    assert link.info
+    assert link.info.pid == peer.pid
+    assert hub.stats().embedding_blocks_used == 0
 
 
 def test_closing_ends_open_requests() -> None:

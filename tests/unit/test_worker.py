@@ -87,6 +87,13 @@ def test_an_exchange_waits_for_a_first_outcome_no_longer_than_asked(language):
     assert abs(time.monotonic() - outcome.end) < 5.0  # the same clock
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["this process", "its predecessor"])
+def test_plans_for_another_process_are_not_taken(language, same):
+    exchange = Exchange((drive.batch(row()),), wait_s=5.0, pid=language.info.pid if same else language.info.pid + 1)
+    reply = decode_reply(language.exchange(encode(exchange), memoryview(b"")))
+    assert (len(reply.outcomes), reply.pending) == (int(same), 0)
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["while the call is on its way", "while it waits"])
 def test_a_ring_ends_the_wait(language, early):
     language._in_progress += 1  # a plan that takes for ever

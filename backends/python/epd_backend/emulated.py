@@ -68,7 +68,7 @@ class EmulatedWorker:
     def exchange(self, data: bytes | memoryview, media: memoryview) -> bytes:  # noqa: ARG002
         """As `Worker.exchange`: submit plans, wait for a first outcome, return those whose time has come."""
         message = decode_exchange(data)
-        for plan in message.plans:
+        for plan in message.plans_for(self.info.pid):
             self._submit(plan)
         if self._pending and message.wait_s > 0:
             self._bell.wait(min(message.wait_s, max(0.0, self._pending[0].end - time.monotonic())))

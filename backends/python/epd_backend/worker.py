@@ -108,7 +108,7 @@ class Worker:
         """
         message = decode_exchange(data)
         spans = {key: media[at : at + size] for key, (at, size) in message.media.items() if at + size <= len(media)}
-        for plan in message.plans:
+        for plan in message.plans_for(self.info.pid):
             self._submit(plan, spans)
         with self._lock:
             wait = self._in_progress and not self._outcomes

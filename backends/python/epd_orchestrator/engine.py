@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
 _POLL_S = 0.05  # between two looks at which clients have gone
+_MOST_POLL_S = 1.0  # the same at most, however long a look took, e.g. because one client did not answer
 _PUBLISH_S = 0.5  # between two pushes of metrics
 _CLOSE_S = 30.0  # for open requests to end at shutdown
 _JOIN_S = 5.0  # for a thread to return after that; one in a call that never returns does not
@@ -147,7 +148,8 @@ class Engine:
             with self._publishing:
                 if time.monotonic() - self._published > _PUBLISH_S and not self._hub.idle:
                     self._publish()
-            time.sleep(max(_POLL_S, 9 * polling))  # to ask a thousand clients takes 20 ms: a tenth of the time at most
+            # To ask a thousand clients takes 20 ms: a tenth of the time.
+            time.sleep(min(max(_POLL_S, 9 * polling), _MOST_POLL_S))
 
     def _publish(self) -> None:
         self._published = time.monotonic()

@@ -246,16 +246,23 @@ class Hub:
             self._lose(link, f"it calls itself '{info.name}'; a worker's name must be that of its model")
         else:
             link.lose(now)  # as another process than before it has nothing under way
-            self._reclaim(link, info.pid)
-            self._bury(link, unrest=True)  # others of its name get no calls any more
-            if any(self._former.intersection(other.lost) for other in self._links.values()):
-                link.next_hello = now + _SETTLE_S  # another one may still write to its arenas
-                return
+            if self._former:
+                self._settle(link, info.pid)
+                if any(self._former.intersection(other.lost) for other in self._links.values()):
+                    link.next_hello = now + _SETTLE_S  # another one may still write to its arenas
+                    return
             link.info, link.progress = info, now
             self._stopping = False
             with self._changing() as core:
                 core.join(info, now)
+                # Not before: of one that was replaced unnoticed the core has but now taken the plans for lost.
+                self._settle(link, info.pid)
             logger.info("instance '%s' joined: %s on %s", link.name, ", ".join(info.roles), info.device)
+
+    def _settle(self, link: Link, idle: int) -> None:
+        """Process `idle` of an instance has nothing under way; others of its name get no calls any more."""
+        self._reclaim(link, idle)
+        self._bury(link, unrest=True)
 
     def _take_outcomes(self, link: Link, reply: Reply, now: float) -> None:
         outcomes = [outcome for outcome in reply.outcomes if outcome.plan in link.submitted]

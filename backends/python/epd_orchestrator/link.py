@@ -94,7 +94,7 @@ class Link:
         self.submitted.update(parcel.plan.id for parcel in parcels)
         media, where = _join(parcels)
         plans = tuple(parcel.plan for parcel in parcels)
-        return self._begin(now, Exchange(plans, where, WAIT_S), media)
+        return self._begin(now, Exchange(plans, where, WAIT_S, pid=self.info.pid), media)
 
     def pause(self, now: float) -> float:
         """How long to sleep until `next_call` may have something, seconds."""
