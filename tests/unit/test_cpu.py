@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -33,6 +34,14 @@ def test_linear(dtype, rows, bias):
             torch.testing.assert_close(layer(x).double(), product, rtol=error, atol=error)
     assert type(layer) is cpu.PackedLinear
     assert weights.weight_bytes(layer) == held
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+def test_packed_weights_take_the_place_of_the_others():
+    block = nn.ModuleDict({name: nn.Linear(48, 64) for name in ("gate_proj", "up_proj", "down_proj")})
+    before = [weakref.ref(parameter) for parameter in block.parameters()]
+    cpu.speed_up(block)
+    assert [parameter() for parameter in before] == [None] * 6
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")

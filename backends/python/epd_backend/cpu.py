@@ -27,9 +27,10 @@ class Packed:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.sizes = [layer.out_features for layer in layers]
-        weights: list[torch.Tensor] = [layer.weight for layer in layers]
-        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
+        weights = [layer.weight.detach() for layer in layers]  # else autograd's graph keeps them in memory
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        together = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(together, None)
         self.bias = torch.cat(biases) if biases else None
         self._input: torch.Tensor | None = None
         self._parts: Sequence[torch.Tensor] = ()
