@@ -1,4 +1,4 @@
-"""`python -m benchmarks.both_cores`: one aggregated instance with two threads for every operation, nothing pinned.
+"""`python -m benchmarks.both_cores`: one aggregated instance with two threads for every operation, on cores 0 and 1.
 
 What a server that does not separate the stages does with two cores: the comparison for numbers of such servers.
 Prints the time to first token of requests with 1 to 8 images, and the time between tokens of one text answer; the
