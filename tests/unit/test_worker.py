@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -259,6 +261,39 @@ def test_an_instance_stays_on_its_cores(monkeypatch):
     for wrong in ("0,x", "9999"):
         with pytest.raises(ConfigError, match="name cores that this process may use"):
             open_worker(triton_args(directory, roles="decode", cpus=wrong))
+
+
+GROWTH = """
+import sys, resource
+from epd_backend.instance import open_worker
+made = open_worker({args!r})
+import torch
+from torch import nn
+from epd_backend import cpu
+layers = nn.ModuleList(nn.Linear(128, size) for size in (64, 128, 192))
+cpu.speed_up(layers)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+with torch.inference_mode():
+    before = resident()
+    for rows in range(33, 513, 2):
+        x = torch.ones(rows, 128)
+        for layer in layers:
+            layer(x)
+    print(resident() - before)
+made.close()
+"""
+
+
+def test_an_instance_keeps_no_code_for_every_number_of_rows():
+    args = triton_args(DIGITS.parents[1] / "model_repository" / "encoder", roles="encode")
+    defaults = {"LRU_CACHE_CAPACITY": "1024", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}
+    clean = {key: value for key, value in os.environ.items() if key not in defaults}
+    kept, grown = (
+        int(subprocess.check_output([sys.executable, "-c", GROWTH.format(args=args)], env=env))
+        for env in (clean, clean | defaults)
+    )
+    assert kept < grown / 2
 
 
 @pytest.mark.parametrize("roles", ["", "decoder", "prefill decode"])

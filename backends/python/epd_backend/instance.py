@@ -18,9 +18,14 @@ if TYPE_CHECKING:
     from epd_backend.worker import Worker
 
 
-# How long (0.25 to 1.5 ms, by CPU) threads of an instance with cores of its own wait awake for their part of the next
-# product. To be woken for each takes as long as a small product; where others share the cores, it is the lesser evil.
+# Turns for which threads of an instance with cores of its own wait awake for their part of the next product, some 0.25
+# to 1 ms. To be woken for each takes as long as a small product; where others share the cores, it is the lesser evil.
 _SPINS = "10000"
+
+# oneDNN makes code for each shape of a product, and so for each number of rows: half a millisecond, a megabyte or two.
+# Both torch and oneDNN itself keep that of 1,024 shapes by default; that of 128 takes a quarter of a gigabyte.
+_ONEDNN_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+_KEPT = "128"
 
 
 def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
@@ -42,13 +47,15 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
         device = f"cuda:{args['model_instance_device_id']}"
     if cpus := parameters.get("cpus"):
         _stay_on(cpus)
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # before torch
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     settings = config.load(config_path(args["model_repository"]))
     name, roles = args["model_name"], _roles(parameters.get("roles", ""))
     stages = int(parameters.get("stages", "1"))
     if path := parameters.get("emulate"):
         return EmulatedWorker(settings, load_profile(path), name=name, roles=roles, device=device, stages=stages)
-    import torch  # which an emulated worker does without, and transformers
+    for cache in _ONEDNN_CACHES:
+        os.environ.setdefault(cache, _KEPT)
+    import torch  # not before the environment is complete; an emulated worker does without
 
     from epd_backend import cpu
     from epd_backend.worker import Worker
