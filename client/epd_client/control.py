@@ -14,9 +14,9 @@ from tritonclient.utils import InferenceServerException
 
 from epd_client.client import MODEL, Answer, Client
 from epd_client.errors import EpdError, as_epd_error
+from epd_client.launch import READY_TIMEOUT_S
 
-UNLOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests
-LOAD_TIMEOUT_S = 600.0  # for Triton to load a model, whose checkpoint may be large
+RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and to answer
 TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
 LOOK_S = 3.0  # the longest that a request of ours may keep us from looking again; a dead process is told after 1 s
 POLL_S = 0.1
@@ -66,16 +66,16 @@ def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
     begin = time.monotonic()
     with triton.InferenceServerClient(url) as server:
         try:
-            names = sorted(each["name"] for each in _models(server, UNLOAD_TIMEOUT_S))
+            names = sorted(each["name"] for each in _models(server, RELOAD_TIMEOUT_S))
             if model not in names:
                 raise EpdError(f"the server has no model '{model}'; it has: {', '.join(names)}", "NOT_FOUND")
             alive = model == MODEL and not _orchestrator_died(url)
-            server.unload_model(model, client_timeout=UNLOAD_TIMEOUT_S)
-            if alive and not _is_unloaded(server, model, UNLOAD_TIMEOUT_S):
-                message = f"{model} is not unloaded after {UNLOAD_TIMEOUT_S:.0f} s, for requests are still open"
+            server.unload_model(model, client_timeout=RELOAD_TIMEOUT_S)
+            if alive and not _is_unloaded(server, model, RELOAD_TIMEOUT_S):
+                message = f"{model} is not unloaded after {RELOAD_TIMEOUT_S:.0f} s, for requests are still open"
                 raise EpdError(f"{message}; run `epd reload {model}` again later, or restart the server", "UNAVAILABLE")
-            server.load_model(model, client_timeout=LOAD_TIMEOUT_S)
-            if model == MODEL or _roles(_config(server, model, UNLOAD_TIMEOUT_S)):
+            server.load_model(model, client_timeout=READY_TIMEOUT_S)
+            if model == MODEL or _roles(_config(server, model, RELOAD_TIMEOUT_S)):
                 _wait_for_part(server, url, model, take_up_s)
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
@@ -120,7 +120,7 @@ def _is_unloaded(server: triton.InferenceServerClient, model: str, timeout_s: fl
 
 
 def _state(server: triton.InferenceServerClient, model: str) -> str:
-    return next((each.get("state", "") for each in _models(server, UNLOAD_TIMEOUT_S) if each["name"] == model), "")
+    return next((each.get("state", "") for each in _models(server, RELOAD_TIMEOUT_S) if each["name"] == model), "")
 
 
 def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, timeout_s: float) -> None:
@@ -153,7 +153,7 @@ def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, t
 
 def _succeeded_calls(server: triton.InferenceServerClient, model: str) -> int:
     """Calls that succeeded since the model was loaded."""
-    statistics = server.get_inference_statistics(model, client_timeout=UNLOAD_TIMEOUT_S, as_json=True)
+    statistics = server.get_inference_statistics(model, client_timeout=RELOAD_TIMEOUT_S, as_json=True)
     return sum(int(each["inference_stats"]["success"].get("count", 0)) for each in statistics["model_stats"])
 
 

@@ -25,7 +25,6 @@ instance_group [{ kind: KIND_CPU count: 1 }]
 """
 MODEL = """
 import os
-import re
 import numpy as np
 import triton_python_backend_utils as pb_utils
 

@@ -43,7 +43,7 @@ def size(tensors: dict[str, torch.Tensor]) -> int:
 def test_bytes_of_the_halves_of_digits_vl():
     total = size(stored(DIGITS))
     visual = size({key: t for key, t in stored(DIGITS).items() if "visual" in key})
-    vision = load_part(DIGITS, "vision", torch.float16, CPU)  # as many bytes as stored
+    vision = load_part(DIGITS, "vision", torch.float16, CPU)  # as many bytes as stored, and not packed
     language = load_part(DIGITS, "language", torch.float16, CPU)
     assert size(parameters(vision)) == visual
     assert size(parameters(language)) == total - visual

@@ -264,7 +264,7 @@ def test_an_instance_stays_on_its_cores(monkeypatch):
 
 
 GROWTH = """
-import sys, resource
+import resource
 from epd_backend.instance import open_worker
 made = open_worker({args!r})
 import torch
