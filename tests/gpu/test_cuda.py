@@ -80,11 +80,11 @@ def test_attention_is_that_of_the_cpu(kernels):
         paged = PagedKV(filled.clone().to(device), 0)
         if device == DEVICE and kernels == "sdpa":
             paged.kernels = None
-        ragged = Ragged.of(rows, lengths, block, dtype, torch.device(device))
+        ragged = Ragged.of(rows, lengths, block)
         module = torch.nn.Module()
         module.layer_idx = 1
         inputs = (x.to(device) for x in (query, key, value))
-        out, _ = attend(module, *inputs, None, kv=paged.bind(ragged), ragged=ragged, scaling=dim**-0.5)
+        out, _ = attend(module, *inputs, None, kv=paged.bind(ragged), scaling=dim**-0.5)
         results.append(out.float().cpu())
     torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
 

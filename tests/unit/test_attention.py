@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from epd_backend import cpu_attention
 from epd_backend.attention import PagedKV, Ragged, attend
 from epd_scheduler.protocol import Row
 
@@ -27,8 +28,12 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scaling", [DIM**-0.5, 0.2])
-def test_rows_of_any_length_and_past_are_exact(seed, scaling):
+@pytest.mark.parametrize("products", [False, True])
+def test_rows_of_any_length_and_past_are_exact(monkeypatch, seed, scaling, products):
     """Sequences grow by random chunks, decode steps among them, in random mixes over shuffled blocks."""
+    if products:
+        monkeypatch.setattr(cpu_attention, "LEAST", 1)
+        monkeypatch.setattr(cpu_attention, "TILE", 3)
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
     arena = torch.full((40, LAYERS, 2, BLOCK, KV_HEADS, DIM), 1e6)  # a slot that is read wrongly shows
     paged = PagedKV(arena, FIRST)
@@ -50,7 +55,7 @@ def test_rows_of_any_length_and_past_are_exact(seed, scaling):
         new = [(sequences[row.seq], row.start, length) for row, length in zip(rows, lengths, strict=True)]
         key = torch.cat([torch.stack(s.key[at : at + n]) for s, at, n in new])
         value = torch.cat([torch.stack(s.value[at : at + n]) for s, at, n in new])
-        ragged = Ragged.of(rows, lengths, BLOCK, torch.float32, torch.device("cpu"))
+        ragged = Ragged.of(rows, lengths, BLOCK)
         out, _ = attend(
             module,
             torch.cat(queries).transpose(0, 1)[None],
@@ -58,7 +63,6 @@ def test_rows_of_any_length_and_past_are_exact(seed, scaling):
             value.transpose(0, 1)[None],
             None,
             kv=paged.bind(ragged),
-            ragged=ragged,
             scaling=scaling,
         )
         expected = [

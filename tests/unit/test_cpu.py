@@ -73,8 +73,8 @@ def test_layers_that_read_the_same_input_compute_together(biases, products_each,
         cpu.speed_up(block)
         assert weights.weight_bytes(block) == held
         products = []
-        product = cpu._product
-        monkeypatch.setattr(cpu, "_product", lambda *args: products.append(args) or product(*args))
+        product = cpu.product
+        monkeypatch.setattr(cpu, "product", lambda *args: products.append(args) or product(*args))
         results = [[layer(x) for layer in block.values()] for x in inputs]
         assert len(products) == products_each * len(inputs)
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)

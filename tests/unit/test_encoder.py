@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from epd_backend import families, weights
+from epd_backend import cpu_attention, families, weights
 from epd_backend.encoder import EncodeError, EncodeExecutor
 from epd_scheduler.config import Config
 from epd_scheduler.protocol import ArenaInfo, EncodePlan, EncodeUnit
@@ -81,7 +81,11 @@ def expected_rows(path, images):
     return torch.cat([feature.flatten(0, -2) for feature in out])
 
 
-def test_embeddings_are_transformers_own_and_land_in_their_blocks(path, vision):
+@pytest.mark.parametrize("products", [False, True])
+def test_embeddings_are_transformers_own_and_land_in_their_blocks(monkeypatch, path, vision, products):
+    if products:  # small images too take the attention that on a CPU is for large ones
+        monkeypatch.setattr(cpu_attention, "LEAST", 20)
+        monkeypatch.setattr(cpu_attention, "TILE", 7)
     images = pictures(5)
     plan, arenas = plan_for(path, images), OneArena()
     assert EncodeExecutor(Config(model=str(path)), vision, arenas).run(plan, [encoded(i) for i in images]) == {}

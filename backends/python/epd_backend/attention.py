@@ -2,13 +2,13 @@
 
 The tokens of several sequences lie flat in one forward, `[1, tokens, hidden]`; keys and values live in the blocks of
 a KV arena. transformers calls `attend` in place of its own attention (`AttentionInterface`) and passes the forward's
-keyword arguments `kv` and `ragged` through to it. No mask is registered for the name, so transformers builds none.
+keyword argument `kv` through to it. No mask is registered for the name, so transformers builds none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from epd_scheduler.protocol import Row
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from epd_backend import cpu_attention
 from epd_backend.attention_flashinfer import FlashInfer, usable
 
 NAME = "epd_ragged"  # for model.set_attn_implementation
@@ -35,9 +36,11 @@ class PagedKV:
 
     def bind(self, ragged: Ragged) -> Binding:
         """Addresses of a forward's blocks in this arena, to be made once a forward and passed as `kv`."""
-        device = self.slots.device
+        device, dtype = self.slots.device, self.slots.dtype
         return Binding(
             self,
+            ragged,
+            tuple(_mask(segment, dtype, device) for segment in ragged.segments),
             (ragged.write_blocks * (2 * self.layers * self.block_size) + ragged.write_offsets).to(device),
             (ragged.read_blocks * (2 * self.layers)).to(device),
         )
@@ -48,6 +51,8 @@ class Binding:
     """A `PagedKV` and where the tokens of one forward lie in it, for decoder layer `first_layer`."""
 
     kv: PagedKV
+    ragged: Ragged | None  # None: keys and values are stored, and nothing attends to them
+    masks: tuple[torch.Tensor | None, ...]  # of each segment, [tokens, context], 0 or -inf; None: it needs none
     write: torch.Tensor  # int64 [tokens], key slot of each new token
     read: torch.Tensor  # int64 [pages], key page of each block that is read
 
@@ -70,12 +75,11 @@ class Segment:
 
     tokens: slice  # in the flat batch
     context: slice | None  # in the keys that `Binding.load` returns; None: the row is all there is
-    mask: torch.Tensor | None  # [tokens, context], 0 or -inf; None: causal, or a single token that sees everything
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """How the flat tokens of one forward belong to sequences and blocks."""
+    """How the flat tokens of one forward belong to sequences and blocks; all on the CPU, until `PagedKV.bind`."""
 
     lengths: tuple[int, ...]  # new tokens of each row
     contexts: tuple[int, ...]  # tokens that each row's last token sees
@@ -86,13 +90,8 @@ class Ragged:
     read_blocks: torch.Tensor  # int64 [pages], block tables of the rows that have a past, joined
 
     @classmethod
-    def of(
-        cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Ragged:
-        """Lay out rows of `lengths` tokens. Masks are built here, once a forward; layers share them.
-
-        Raises ValueError for a row whose block table is too short.
-        """
+    def of(cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int) -> Ragged:
+        """Lay out rows of `lengths` tokens. Raises ValueError for a row whose block table is too short."""
         segments, blocks, offsets, tables, reads = [], [], [], [], []
         at = pages = 0
         for row, length in zip(rows, lengths, strict=True):
@@ -107,10 +106,9 @@ class Ragged:
             tokens = slice(at, at + length)
             at += length
             if row.start == 0:
-                segments.append(Segment(tokens, None, None))
+                segments.append(Segment(tokens, None))
                 continue
-            mask = _mask(length, context, dtype, device) if length > 1 else None
-            segments.append(Segment(tokens, slice(pages * block_size, pages * block_size + context), mask))
+            segments.append(Segment(tokens, slice(pages * block_size, pages * block_size + context)))
             reads.append(table)
             pages += len(table)
         return cls(
@@ -123,21 +121,15 @@ class Ragged:
             _int64(reads),
         )
 
-    def to(self, device: torch.device) -> Ragged:
-        """The same with the masks on another device; addresses stay on the CPU until `PagedKV.bind`."""
-        segments = (replace(s, mask=None if s.mask is None else s.mask.to(device)) for s in self.segments)
-        return replace(self, segments=tuple(segments))
-
 
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _: torch.Tensor | None,
+    _: torch.Tensor | None = None,
     *,
     kv: Binding,
-    ragged: Ragged,
     scaling: float | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -147,13 +139,15 @@ def attend(
     """
     assert isinstance(module.layer_idx, int)
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-    layer = module.layer_idx - kv.kv.first_layer
+    layer, ragged = module.layer_idx - kv.kv.first_layer, kv.ragged
     kv.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if ragged is None:
+        return query.transpose(1, 2), None
     if kv.kv.kernels is not None:
         return kv.kv.kernels.attend(query[0].transpose(0, 1), ragged, layer, scaling)[None], None
     past_keys, past_values = kv.load(layer)
-    out = query.new_empty(1, query.shape[2], heads, dim)
-    for segment in ragged.segments:
+    out = query.new_empty(query.shape[2], heads, dim)
+    for segment, mask in zip(ragged.segments, kv.masks, strict=True):
         q = query[:, :, segment.tokens]
         length = q.shape[2]
         if segment.context is None:
@@ -163,16 +157,24 @@ def attend(
             v = past_values[segment.context].transpose(0, 1)[None]
         if length == 1:  # the heads of a group as its queries: twice as fast on CPU as one query a head
             q = q.reshape(1, kv_heads, heads // kv_heads, dim)
-            result = scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, 1, dim)
+            result = scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, dim)
+        elif cpu_attention.pays(length, k.shape[2], q.device):
+            result = cpu_attention.attention(q[0], k[0], v[0], scaling, causal=True)
         else:
             result = scaled_dot_product_attention(
-                q, k, v, segment.mask, is_causal=segment.context is None, scale=scaling, enable_gqa=heads != kv_heads
-            )
-        out[:, segment.tokens] = result.transpose(1, 2)
-    return out, None
+                q, k, v, mask, is_causal=segment.context is None, scale=scaling, enable_gqa=heads != kv_heads
+            )[0].transpose(0, 1)
+        out[segment.tokens] = result
+    return out[None], None
 
 
-def _mask(length: int, context: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _mask(segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Made once a forward; layers share it. None where `attend` is causal without, or a token sees everything."""
+    if segment.context is None:
+        return None
+    length, context = (part.stop - part.start for part in (segment.tokens, segment.context))
+    if length == 1 or cpu_attention.pays(length, context, device):
+        return None
     mask = torch.full((length, context), float("-inf"), dtype=dtype, device=device)
     return mask.triu_(context - length + 1)
 

@@ -16,7 +16,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return _product(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class Packed:
@@ -38,7 +38,7 @@ class Packed:
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """The output of layer `index`, a view into that of all."""
         if x is not self._input:
-            self._input, self._parts = x, torch.functional.split(_product(x, self.weight, self.bias), self.sizes, -1)
+            self._input, self._parts = x, torch.functional.split(product(x, self.weight, self.bias), self.sizes, -1)
         part = self._parts[index]
         if index + 1 == len(self.sizes):
             self._input, self._parts = None, ()
@@ -73,7 +73,8 @@ class PatchProjection(nn.Conv3d):
         """`[patches, channels, *kernel]` to `[patches, out_channels, 1, 1, 1]`."""
         if x.shape[2:] != self.kernel_size or any(self.padding) or self.groups != 1:
             return super().forward(x)
-        return linear(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+        multiply = product if x.dtype in _onednn_dtypes() else linear
+        return multiply(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 def speed_up(model: nn.Module) -> None:
@@ -102,17 +103,24 @@ def speed_up(model: nn.Module) -> None:
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+def has_onednn() -> bool:
+    """Whether torch was built with oneDNN, as it is for x86."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
 def _onednn_dtypes() -> set[torch.dtype]:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not has_onednn():
         return set()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return {torch.float32}
     return {torch.float32, torch.bfloat16}
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`nn.functional.linear` by oneDNN. `weight` is packed, contiguous or the transposed view of what is contiguous:
+    for other strides it is a thousand times slower."""
+    made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return made
 
 
 def keep_memory() -> None:

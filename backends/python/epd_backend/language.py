@@ -7,17 +7,18 @@ batch may mix them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from epd_scheduler.protocol import BatchPlan, EmbedSpan, MigratePlan, Row
 
-from epd_backend import attention, weights
+from epd_backend import attention, cpu_language, weights
 from epd_backend.arena import ArenaMap, torch_device
-from epd_backend.attention import PagedKV, Ragged
+from epd_backend.attention import Binding, PagedKV, Ragged
 from epd_backend.families import UnsupportedModelError, of
 
 
@@ -28,7 +29,8 @@ class Forward:
     hidden: torch.Tensor  # [1, tokens, width]
     positions: torch.Tensor  # int64 [3, 1, tokens] (mRoPE) or [1, tokens]
     ragged: Ragged
-    sampled: tuple[int, ...]  # flat index of the last token of each row with `sample`
+    sampled: torch.Tensor  # int64, flat index of the last token of each row with `sample`
+    ends: Ragged | None  # those tokens as rows of their own; None: they are all tokens
 
     def to(self, device: torch.device) -> Forward:
         """The same on another stage's device."""
@@ -37,9 +39,43 @@ class Forward:
         return Forward(
             self.hidden.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
-            self.ragged.to(device),
-            self.sampled,
+            self.ragged,
+            self.sampled.to(device, non_blocking=True),
+            self.ends,
         )
+
+
+class LastLayer(torch.nn.Module):
+    """The last decoder layer: keys and values of all tokens, the rest for those alone that are to be sampled from.
+
+    Nothing reads what it would make of the others: of 12 layers that saves a fifteenth of a prompt's work.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer: Any = layer
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        kv: Binding,
+        ends: Binding | None,
+        sampled: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`[1, tokens, width]` to `[1, sampled, width]`; `kv` binds all tokens, `ends` the sampled ones."""
+        if ends is not None:
+            normed = self.layer.input_layernorm(hidden)
+            store = replace(kv, ragged=None)
+            self.layer.self_attn(normed, position_embeddings=position_embeddings, kv=store, **kwargs)
+            if not len(sampled):
+                return hidden[:, :0]
+            hidden, kv, (cos, sin) = hidden[:, sampled], ends, position_embeddings
+            position_embeddings = cos[..., sampled, :], sin[..., sampled, :]
+        made: torch.Tensor = self.layer(hidden, position_embeddings=position_embeddings, kv=kv, **kwargs)
+        return made
 
 
 class LanguageStage:
@@ -58,6 +94,9 @@ class LanguageStage:
         if "sliding_attention" in (getattr(self._text.config, "layer_types", None) or ()):
             raise UnsupportedModelError(f"{path}: sliding-window attention is not supported; use another checkpoint")
         self._text.set_attn_implementation(attention.NAME)
+        cpu_language.speed_up(self._text)
+        if self.end == len(self._text.layers):
+            self._text.layers[-1] = LastLayer(self._text.layers[-1])
 
     def attach(self, kv: torch.Tensor, first_layer: int, embedding: torch.Tensor | None) -> None:
         """Use a KV arena whose layers start at `first_layer`, and on a prefill instance an embedding arena."""
@@ -89,25 +128,37 @@ class LanguageStage:
         if self._embedding is not None and target:
             rows = self._embedding.flatten(0, 1)[torch.from_numpy(np.concatenate(source)).to(self.device)]
             hidden.index_copy_(0, torch.tensor(target, device=self.device), rows)
-        ragged = Ragged.of(plan.rows, lengths, self._kv.block_size, hidden.dtype, self.device)
+        block_size = self._kv.block_size
+        ends = [
+            msgspec.structs.replace(row, start=row.start + length - 1)
+            for row, length in zip(plan.rows, lengths, strict=True)
+            if row.sample
+        ]
         index = torch.from_numpy(np.concatenate(positions, axis=1)).to(self.device, torch.int64)
-        return Forward(hidden[None], index if len(index) == 1 else index[:, None], ragged, tuple(sampled))
+        return Forward(
+            hidden[None],
+            index if len(index) == 1 else index[:, None],
+            Ragged.of(plan.rows, lengths, block_size),
+            torch.tensor(sampled, dtype=torch.int64, device=self.device),
+            None if len(ends) == len(tokens) else Ragged.of(ends, [1] * len(ends), block_size),
+        )
 
     def advance(self, forward: Forward) -> Forward:
-        """Run the stage's layers; the last stage's result is normalised."""
+        """Run the stage's layers; the last stage leaves the sampled tokens alone, normalised."""
         forward = forward.to(self.device)
         hidden = self._text(
             inputs_embeds=forward.hidden,
             position_ids=forward.positions,
             use_cache=False,
             kv=self._kv.bind(forward.ragged),
-            ragged=forward.ragged,
+            ends=forward.ends and self._kv.bind(forward.ends),
+            sampled=forward.sampled,
         ).last_hidden_state
-        return Forward(hidden, forward.positions, forward.ragged, forward.sampled)
+        return replace(forward, hidden=hidden)
 
     def logits(self, forward: Forward) -> torch.Tensor:
         """`[rows with sample, vocabulary]`, on the last stage."""
-        logits: torch.Tensor = self._head(forward.hidden[0, list(forward.sampled)])
+        logits: torch.Tensor = self._head(forward.hidden[0])
         return logits
 
     def pull(self, plan: MigratePlan, arenas: ArenaMap) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.distributed import pipeline_parallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from epd_backend import cpu
+from epd_backend import cpu, cpu_vision
 from epd_backend.families import Family, of
 
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -71,6 +71,8 @@ def load_part(
     model: nn.Module = half.from_pretrained(path, config=config, dtype=dtype)
     if device.type == "cpu":
         cpu.speed_up(model)
+        if part == "vision":
+            cpu_vision.speed_up(getattr(model.model, family.vision[0]))
     return model.eval().to(device)
 
 
