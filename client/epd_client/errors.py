@@ -37,7 +37,7 @@ def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
     if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
         code = "UNAVAILABLE"
         message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
-    if re.search("Server not ready|Server is stopping", message):
+    if re.search("Server not ready|Server is stopping|Server exiting", message):
         code = "UNAVAILABLE"
         message = f"the server is stopping ({message}); send the request again later"
     if unloaded := re.search(r"'(.+)' has no available versions", message):
