@@ -32,11 +32,12 @@ def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
     if stated := re.match(r"\[([A-Z_]+)\] ", message):
         code, message = stated[1], message[stated.end() :]
     if code == "UNAVAILABLE" and "connect" in message.lower():
-        message = f"no server answers at {url} ({message}); start one with `epd serve`"
+        remedy = "start one with `epd serve`, or name one elsewhere with `--url HOST:PORT`"
+        message = f"no server answers at {url} ({message}); {remedy}"
     if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
         code = "UNAVAILABLE"
         message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
-    if re.search("Server not ready|Server is stopping", message):
+    if re.search("Server not ready|Server is stopping|Server exiting", message):
         code = "UNAVAILABLE"
         message = f"the server is stopping ({message}); send the request again later"
     if unloaded := re.search(r"'(.+)' has no available versions", message):

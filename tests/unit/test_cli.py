@@ -19,7 +19,7 @@ def test_health_without_a_server_fails_and_says_what_to_do() -> None:
     result = run("health", *NOWHERE)
     assert result.exit_code == 1
     assert "FAILED server: no server answers at 127.0.0.1:1" in result.output
-    assert "epd serve" in result.output
+    assert "start one with `epd serve`, or name one elsewhere with `--url HOST:PORT`" in result.output
 
 
 def test_chat_without_a_server_fails_without_a_traceback() -> None:

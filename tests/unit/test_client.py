@@ -50,9 +50,10 @@ def test_a_call_that_the_server_cancels_may_be_sent_again(message: str, code: st
     assert as_epd_error(InferenceServerException(message, status="StatusCode.CANCELLED"), "localhost:1").code == code
 
 
-def test_what_triton_says_of_a_server_that_stops_is_no_fault_of_a_model() -> None:
-    error = as_epd_error(InferenceServerException("Server not ready"), "localhost:1")
+@pytest.mark.parametrize("message", ["Server not ready", "Server exiting"])
+def test_what_triton_says_of_a_server_that_stops_is_no_fault_of_a_model(message: str) -> None:
+    error = as_epd_error(InferenceServerException(message), "localhost:1")
     assert (error.code, str(error)) == (
         "UNAVAILABLE",
-        "the server is stopping (Server not ready); send the request again later",
+        f"the server is stopping ({message}); send the request again later",
     )

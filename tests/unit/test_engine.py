@@ -394,16 +394,44 @@ def test_a_defect_of_intake_fails_its_request_alone(world: World, monkeypatch: p
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
 
 
-@pytest.mark.parametrize("method", ["push", "flush"])
-def test_a_defect_of_detokenisation_fails_its_request_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch, method: str
+@pytest.mark.parametrize(
+    ("step", "tokens"),
+    [
+        ("detokenizer.Detokenizer.push", 2000),
+        ("detokenizer.Detokenizer.flush", 2),
+        ("metrics.Metrics.first_token", 2000),
+        ("metrics.Metrics.ended", 2),
+    ],
+)
+def test_a_defect_on_the_way_of_an_answer_fails_its_request_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str, tokens: int
 ) -> None:
-    monkeypatch.setattr(f"epd_orchestrator.detokenizer.Detokenizer.{method}", lambda *_: 1 / 0)
-    broken = world.ask("a", '{"max_tokens": 2000}' if method == "push" else '{"max_tokens": 2}')
+    monkeypatch.setattr(f"epd_orchestrator.{step}", lambda *_: 1 / 0)
+    broken = world.ask("a", f'{{"max_tokens": {tokens}}}')
     assert broken.result()[1] == "internal"
     assert "ZeroDivisionError" in broken.message()
     monkeypatch.undo()
     assert world.ask("a", '{"max_tokens": 1}').result() == ("b", "length")
+
+
+@pytest.mark.parametrize("step", ["next_work", "check_progress", "next_call", "take_reply"])
+def test_a_thread_that_fails_goes_on(world: World, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    method, failed = getattr(world.engine._hub, step), threading.Event()
+
+    def fail_once(*arguments: Any) -> Any:
+        if failed.is_set() or (arguments and arguments[0].name != "prefill"):
+            return method(*arguments)
+        failed.set()
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(world.engine._hub, step, fail_once)
+    assert world.ask("a", '{"max_tokens": 2}').result()[1] in ("length", "unavailable")
+    assert failed.wait(WAIT)
+    wait_until(lambda: world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length"))
+    world.peers["decode"].seconds = 0.01
+    leaving = world.ask("a", '{"max_tokens": 2000}')
+    leaving.gone = True
+    assert leaving.result()[1] == "cancelled"
 
 
 def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

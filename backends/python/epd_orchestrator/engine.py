@@ -16,7 +16,7 @@ from epd_orchestrator.hub import Hub
 from epd_orchestrator.intake import Intake, Query
 from epd_orchestrator.metrics import Metrics, Value
 from epd_orchestrator.runner import ExchangeFn, Runner
-from epd_orchestrator.session import Client, Session
+from epd_orchestrator.session import Client, Session, Update
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Engine:
         self._pool = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
         self._threads = [
             *(Runner(self._hub, link, exchange) for link in self._hub.links),
-            threading.Thread(target=self._dispatch, name="dispatcher", daemon=True),
-            threading.Thread(target=self._monitor, name="monitor", daemon=True),
+            threading.Thread(target=_persist, args=(self._dispatch,), name="dispatcher", daemon=True),
+            threading.Thread(target=_persist, args=(self._monitor,), name="monitor", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -104,15 +104,27 @@ class Engine:
             now = time.monotonic()
             for seq, tokens, end in _by_request(events):
                 if (session := self._hub.session(seq)) is not None:
-                    if tokens:
-                        self._deliver(session, tokens, now)
-                    if end:
-                        self._conclude(session, end, now)
+                    self._answer(session, tokens, end, now)
             if endings and self._hub.idle:  # the next response lets the model unload: no call may be under way then
                 with self._publishing:
                     self._publish()
             for session, update in endings:
                 session.finish(update)
+
+    def _answer(self, session: Session, tokens: list[TokenEvent], end: EndEvent | None, now: float) -> None:
+        try:
+            if tokens:
+                self._deliver(session, tokens, now)
+            if end:
+                self._conclude(session, end, now)
+        except Exception as error:  # a defect, which must not cost other requests their events
+            logger.exception("request '%s': its answer could not be passed on", session.query.id)
+            message = f"the answer could not be passed on ({type(error).__name__}: {error}); see the server's log"
+            if end:
+                self._hub.finish(session, Update(session.progress, end=EndEvent(session.seq, "internal", message)))
+            else:
+                session.fault = ("internal", message)
+                self._hub.cancel(session)
 
     def _deliver(self, session: Session, tokens: list[TokenEvent], now: float) -> None:
         progress = session.progress
@@ -160,6 +172,16 @@ class Engine:
             self._push(self._metrics.changes(stats, time.monotonic()))
         except Exception:
             logger.exception("metrics could not be published")
+
+
+def _persist(body: Callable[[], None]) -> None:
+    """Run a thread's `body` again if it fails: a defect, but without the thread no request would end."""
+    while True:
+        try:
+            return body()
+        except Exception:
+            logger.exception("thread '%s' failed and goes on", threading.current_thread().name)
+            time.sleep(_MOST_POLL_S)
 
 
 def _by_request(events: list[Event]) -> list[tuple[int, list[TokenEvent], EndEvent | None]]:

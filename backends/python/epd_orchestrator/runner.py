@@ -9,7 +9,7 @@ from collections.abc import Callable
 from epd_scheduler import protocol
 
 from epd_orchestrator.hub import Hub
-from epd_orchestrator.link import Link
+from epd_orchestrator.link import Call, Link
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,21 @@ class Runner(threading.Thread):
 
     def run(self) -> None:
         """The thread's body."""
-        while (call := self._hub.next_call(self._link)) is not None:
+        while True:
             try:
-                reply = protocol.decode_reply(
-                    self._exchange(self._link.name, protocol.encode(call.exchange), call.media)
-                )
-            except Exception as error:  # whatever it is, the plans of this call have no outcome
-                stopping = isinstance(error, ServerStoppingError)
-                self._hub.take_failure(self._link, str(error) or type(error).__name__, stopping=stopping)
-            else:
-                self._hub.take_reply(self._link, call, reply)
+                if (call := self._hub.next_call(self._link)) is None:
+                    return
+                self._make(call)
+            except Exception as error:  # a defect; with the instance given up, what it had to do is planned again
+                logger.exception("thread '%s' failed and goes on", self.name)
+                message = f"its thread failed ({type(error).__name__}: {error}); see the server's log"
+                self._hub.take_failure(self._link, message)
+
+    def _make(self, call: Call) -> None:
+        try:
+            reply = protocol.decode_reply(self._exchange(self._link.name, protocol.encode(call.exchange), call.media))
+        except Exception as error:  # whatever it is, the plans of this call have no outcome
+            stopping = isinstance(error, ServerStoppingError)
+            self._hub.take_failure(self._link, str(error) or type(error).__name__, stopping=stopping)
+        else:
+            self._hub.take_reply(self._link, call, reply)
