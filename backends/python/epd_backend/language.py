@@ -95,8 +95,9 @@ class LanguageStage:
             raise UnsupportedModelError(f"{path}: sliding-window attention is not supported; use another checkpoint")
         self._text.set_attn_implementation(attention.NAME)
         cpu_language.speed_up(self._text)
-        if self.end == len(self._text.layers):
-            self._text.layers[-1] = LastLayer(self._text.layers[-1])
+        last = self._text.layers[-1]
+        if self.end == len(self._text.layers) and not isinstance(last, LastLayer):  # stages may share a loaded model
+            self._text.layers[-1] = LastLayer(last)
 
     def attach(self, kv: torch.Tensor, first_layer: int, embedding: torch.Tensor | None) -> None:
         """Use a KV arena whose layers start at `first_layer`, and on a prefill instance an embedding arena."""
