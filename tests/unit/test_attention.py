@@ -35,15 +35,15 @@ def test_rows_of_any_length_and_past_are_exact(monkeypatch, seed, scaling, produ
         monkeypatch.setattr(cpu_attention, "LEAST", 1)
         monkeypatch.setattr(cpu_attention, "TILE", 3)
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    arena = torch.full((40, LAYERS, 2, BLOCK, KV_HEADS, DIM), 1e6)  # a slot that is read wrongly shows
+    arena = torch.full((60, LAYERS, 2, BLOCK, KV_HEADS, DIM), 1e6)  # a slot that is read wrongly shows
     paged = PagedKV(arena, FIRST)
-    free = rng.sample(range(40), 40)
-    sequences = [SimpleNamespace(key=[], value=[], blocks=[], seq=seq) for seq in range(3)]
+    free = rng.sample(range(60), 60)
+    sequences = [SimpleNamespace(key=[], value=[], blocks=[], seq=seq) for seq in range(5)]
     module = SimpleNamespace(layer_idx=FIRST + 1)
 
     for _ in range(8):
         rows, lengths, queries = [], [], []
-        for sequence in rng.sample(sequences, rng.randint(1, 3)):
+        for sequence in rng.sample(sequences, rng.randint(1, 5)):
             length, start = rng.choice([1, 1, 2, 5]), len(sequence.key)
             while len(sequence.blocks) * BLOCK < start + length:
                 sequence.blocks.append(free.pop())

@@ -37,12 +37,18 @@ class PagedKV:
     def bind(self, ragged: Ragged) -> Binding:
         """Addresses of a forward's blocks in this arena, to be made once a forward and passed as `kv`."""
         device, dtype = self.slots.device, self.slots.dtype
+        halves = torch.arange(2 * self.layers)[:, None]  # of a block: keys and values of each layer
+        blocks = ragged.write_blocks * (2 * self.layers) + halves
+        write = (blocks * self.block_size + ragged.write_offsets).to(device)
+        read = (ragged.read_blocks * (2 * self.layers) + halves).view(self.layers, -1).to(device)
         return Binding(
             self,
             ragged,
             tuple(_mask(segment, dtype, device) for segment in ragged.segments),
-            (ragged.write_blocks * (2 * self.layers * self.block_size) + ragged.write_offsets).to(device),
-            (ragged.read_blocks * (2 * self.layers)).to(device),
+            tuple(_index(steps.tokens, device) for steps in ragged.steps),
+            tuple(_padding(steps, dtype, device) for steps in ragged.steps),
+            write.unbind(),
+            read.unbind(),
         )
 
 
@@ -53,20 +59,19 @@ class Binding:
     kv: PagedKV
     ragged: Ragged | None  # None: keys and values are stored, and nothing attends to them
     masks: tuple[torch.Tensor | None, ...]  # of each segment, [tokens, context], 0 or -inf; None: it needs none
-    write: torch.Tensor  # int64 [tokens], key slot of each new token
-    read: torch.Tensor  # int64 [pages], key page of each block that is read
+    steps: tuple[slice | torch.Tensor, ...]  # `Steps.tokens`
+    paddings: tuple[torch.Tensor | None, ...]  # of each of `steps`, [rows, 1, 1, context], 0 or -inf
+    write: tuple[torch.Tensor, ...]  # int64 [tokens], slots of the new tokens: keys and values of each layer
+    read: tuple[torch.Tensor, ...]  # int64 [2 * pages], what each layer reads: pages of keys, then of values
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values `[tokens, kv_heads, head_dim]` of the arena's layer `layer`."""
-        write = self.write + 2 * layer * self.kv.block_size
-        self.kv.slots.index_copy_(0, write, key)
-        self.kv.slots.index_copy_(0, write + self.kv.block_size, value)
+        self.kv.slots.index_copy_(0, self.write[2 * layer], key)
+        self.kv.slots.index_copy_(0, self.write[2 * layer + 1], value)
 
-    def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values that the forward reads, `[pages * block_size, kv_heads, head_dim]` each, in one copy."""
-        read = self.read + 2 * layer
-        pages = self.kv.pages
-        return pages.index_select(0, read).flatten(0, 1), pages.index_select(0, read + 1).flatten(0, 1)
+    def load(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """All keys and all values that the forward reads, `[pages * block_size, kv_heads, head_dim]` each."""
+        return self.kv.pages.index_select(0, self.read[layer]).flatten(0, 1).chunk(2)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,15 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """Rows of one token and a past: decode steps with about as many blocks, which attend at once."""
+
+    tokens: tuple[int, ...]  # in the flat batch
+    contexts: tuple[int, ...]
+    context: slice  # in the keys that `Binding.load` returns, as much for each row, `contexts` of it the row's
+
+
+@dataclass(frozen=True)
 class Ragged:
     """How the flat tokens of one forward belong to sequences and blocks; all on the CPU, until `PagedKV.bind`."""
 
@@ -85,6 +99,7 @@ class Ragged:
     contexts: tuple[int, ...]  # tokens that each row's last token sees
     tables: tuple[npt.NDArray[np.int64], ...]  # blocks of each row's context
     segments: tuple[Segment, ...]
+    steps: tuple[Steps, ...]
     write_blocks: torch.Tensor  # int64 [tokens], arena block of each token
     write_offsets: torch.Tensor  # int64 [tokens], place in the block
     read_blocks: torch.Tensor  # int64 [pages], block tables of the rows that have a past, joined
@@ -93,29 +108,41 @@ class Ragged:
     def of(cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int) -> Ragged:
         """Lay out rows of `lengths` tokens. Raises ValueError for a row whose block table is too short."""
         segments, blocks, offsets, tables, reads = [], [], [], [], []
+        contexts = tuple(row.start + length for row, length in zip(rows, lengths, strict=True))
+        alike: dict[int, list[tuple[int, int]]] = {}  # token and row of decode steps, by the size of their tables
         at = pages = 0
-        for row, length in zip(rows, lengths, strict=True):
-            context = row.start + length
+        for index, (row, length, context) in enumerate(zip(rows, lengths, contexts, strict=True)):
             if len(row.blocks) * block_size < context:
                 raise ValueError(f"the row of sequence {row.seq} has {len(row.blocks)} blocks for {context} tokens")
-            index = np.arange(row.start, context)
+            places = np.arange(row.start, context)
             table = np.array(row.blocks[: -(-context // block_size)], np.int64)
             tables.append(table)
-            blocks.append(table[index // block_size])
-            offsets.append(index % block_size)
-            tokens = slice(at, at + length)
-            at += length
+            blocks.append(table[places // block_size])
+            offsets.append(places % block_size)
             if row.start == 0:
-                segments.append(Segment(tokens, None))
-                continue
-            segments.append(Segment(tokens, slice(pages * block_size, pages * block_size + context)))
-            reads.append(table)
-            pages += len(table)
+                segments.append(Segment(slice(at, at + length), None))
+            elif length == 1:
+                alike.setdefault(len(table).bit_length(), []).append((at, index))
+            else:
+                begin = pages * block_size
+                segments.append(Segment(slice(at, at + length), slice(begin, begin + context)))
+                reads.append(table)
+                pages += len(table)
+            at += length
+        steps = []
+        for group in alike.values():
+            most = max(len(tables[index]) for _, index in group)
+            reads += [np.pad(tables[index], (0, most - len(tables[index])), "edge") for _, index in group]
+            seen, begin = tuple(contexts[index] for _, index in group), pages * block_size
+            pages += most * len(group)
+            end = pages * block_size if len(group) > 1 else begin + seen[0]
+            steps.append(Steps(tuple(token for token, _ in group), seen, slice(begin, end)))
         return cls(
             tuple(lengths),
-            tuple(row.start + length for row, length in zip(rows, lengths, strict=True)),
+            contexts,
             tuple(tables),
             tuple(segments),
+            tuple(steps),
             _int64(blocks),
             _int64(offsets),
             _int64(reads),
@@ -145,20 +172,20 @@ def attend(
         return query.transpose(1, 2), None
     if kv.kv.kernels is not None:
         return kv.kv.kernels.attend(query[0].transpose(0, 1), ragged, layer, scaling)[None], None
-    past_keys, past_values = kv.load(layer)
+    keys, values = kv.load(layer)
     out = query.new_empty(query.shape[2], heads, dim)
+    for steps, tokens, padding in zip(ragged.steps, kv.steps, kv.paddings, strict=True):
+        rows = len(steps.tokens)  # the heads of a group as its queries: twice as fast on CPU as one query a head
+        q = query[0, :, tokens].transpose(0, 1).reshape(rows, kv_heads, -1, dim)
+        k, v = (x[steps.context].view(rows, -1, kv_heads, dim).transpose(1, 2) for x in (keys, values))
+        out[tokens] = scaled_dot_product_attention(q, k, v, padding, scale=scaling).reshape(rows, heads, dim)
     for segment, mask in zip(ragged.segments, kv.masks, strict=True):
         q = query[:, :, segment.tokens]
-        length = q.shape[2]
         if segment.context is None:
             k, v = key[:, :, segment.tokens], value[:, :, segment.tokens]
         else:
-            k = past_keys[segment.context].transpose(0, 1)[None]
-            v = past_values[segment.context].transpose(0, 1)[None]
-        if length == 1:  # the heads of a group as its queries: twice as fast on CPU as one query a head
-            q = q.reshape(1, kv_heads, heads // kv_heads, dim)
-            result = scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, dim)
-        elif cpu_attention.pays(length, k.shape[2], q.device):
+            k, v = (x[segment.context].transpose(0, 1)[None] for x in (keys, values))
+        if cpu_attention.pays(q.shape[2], k.shape[2], q.device):
             result = cpu_attention.attention(q[0], k[0], v[0], scaling, causal=True)
         else:
             result = scaled_dot_product_attention(
@@ -169,14 +196,30 @@ def attend(
 
 
 def _mask(segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Made once a forward; layers share it. None where `attend` is causal without, or a token sees everything."""
+    """Made once a forward; layers share it. None where `attend` is causal without."""
     if segment.context is None:
         return None
     length, context = (part.stop - part.start for part in (segment.tokens, segment.context))
-    if length == 1 or cpu_attention.pays(length, context, device):
+    if cpu_attention.pays(length, context, device):
         return None
     mask = torch.full((length, context), float("-inf"), dtype=dtype, device=device)
     return mask.triu_(context - length + 1)
+
+
+def _index(tokens: tuple[int, ...], device: torch.device) -> slice | torch.Tensor:
+    """A slice where one will do: it copies nothing."""
+    first, end = tokens[0], tokens[-1] + 1
+    return slice(first, end) if end - first == len(tokens) else torch.tensor(tokens, device=device)
+
+
+def _padding(steps: Steps, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    rows = len(steps.tokens)
+    if rows == 1:
+        return None
+    seen = torch.tensor(steps.contexts)[:, None]
+    hidden = torch.arange((steps.context.stop - steps.context.start) // rows) >= seen
+    padding = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return padding[:, None, None].to(device)
 
 
 def _int64(parts: list[Any]) -> torch.Tensor:
