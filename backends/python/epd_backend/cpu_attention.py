@@ -7,7 +7,6 @@ here no query tile meets keys that all of it must not see. Computed in float32 w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from epd_backend import cpu
 NAME = "epd_products"  # for model.set_attn_implementation, of vision towers
 TILE = 256  # queries at a time; tiles end where the number of keys is a multiple, so that few shapes occur
 LEAST = 2**15  # queries x keys: with fewer nothing is gained
+_FUTURE = torch.full((TILE, TILE), float("-inf")).triu_(1)
 
 
 def pays(queries: int, keys: int, device: torch.device) -> bool:
@@ -45,7 +45,7 @@ def attention(
             scores = cpu.product(query[head, :, first:end].reshape(-1, dim), k[:seen]).view(group, -1, seen)
             if causal:
                 new = end - first
-                scores[..., seen - new :] += _future(TILE)[:new, :new]
+                scores[..., seen - new :] += _FUTURE[:new, :new]
             weights = torch.softmax(scores, -1).view(-1, seen)
             out[first:end, head] = cpu.product(weights, v[:seen].T).view(group, -1, dim).transpose(0, 1)
     return out.flatten(1, 2)
@@ -70,12 +70,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     torch.mul(x1, cos1, out=out[..., :half]).addcmul_(x2, sin1, value=-1)
     torch.mul(x2, cos2, out=out[..., half:]).addcmul_(x1, sin2)
     return out
-
-
-@cache
-def _future(tokens: int) -> torch.Tensor:
-    """Not made on import: threads that OpenMP starts for the importing one would keep others from waiting awake."""
-    return torch.full((tokens, tokens), float("-inf")).triu_(1)
 
 
 def attend(

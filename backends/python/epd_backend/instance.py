@@ -57,11 +57,12 @@ def open_worker(args: Mapping[str, str]) -> Worker | EmulatedWorker:
         os.environ.setdefault(cache, _KEPT)
     import torch  # not before the environment is complete; an emulated worker does without
 
+    # Of this thread, for importing too: with more threads in all than cores, OpenMP lets none wait awake.
+    torch.set_num_threads(1)
     from epd_backend import cpu
     from epd_backend.worker import Worker
 
     cpu.keep_memory()
-    torch.set_num_threads(1)  # of this thread: with more threads in all than cores, OpenMP lets none wait awake
     return Worker(
         settings,
         name=name,
