@@ -71,7 +71,8 @@ def test_attention_is_that_of_the_cpu(kernels):
     generator = torch.Generator().manual_seed(0)
     filled = torch.randn(32, 2, 2, block, kv_heads, dim, generator=generator).to(dtype)
     rows = [Row(0, 0, (), b"", (3, 9)), Row(1, 40, (), b"", (5, 1, 7)), Row(2, 33, (), b"", (30, 2, 11, 8))]
-    lengths = [20, 1, 17]
+    rows.append(Row(3, 20, (), b"", (12, 4)))  # attends at once with row 1, which is not beside it
+    lengths = [20, 1, 17, 1]
     query, key, value = (
         torch.randn(1, count, sum(lengths), dim, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
     )

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from epd_backend import cpu_attention, weights
+from epd_backend import cpu, cpu_attention, weights
 from epd_backend.cpu_language import DecoderAttention
 from epd_backend.cpu_vision import WindowedAttention
 from epd_backend.language import LanguageStage
@@ -41,6 +41,15 @@ def test_attention(dtype, causal, heads, kv_heads, queries, keys):
     exact = plain(query, key, value, 0.3, causal)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps  # of the result's rounding alone
     torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_heads_compute_one_by_one_where_their_scores_together_are_large(monkeypatch):
+    product, made = cpu.product, []
+    monkeypatch.setattr(cpu, "product", lambda *args: made.append(product(*args)) or made[-1])
+    query, key = torch.randn(64, 6, 8).transpose(0, 1), torch.randn(40_000, 1, 8).transpose(0, 1)
+    got = cpu_attention.attention(query, key, key, 0.3, causal=True)
+    torch.testing.assert_close(got.double(), plain(query, key, key, 0.3, True), rtol=1e-5, atol=1e-5)
+    assert max(scores.nbytes for scores in made) < 32 * 2**20
 
 
 def test_rotate():

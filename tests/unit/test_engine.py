@@ -434,6 +434,17 @@ def test_a_thread_that_fails_goes_on(world: World, monkeypatch: pytest.MonkeyPat
     assert leaving.result()[1] == "cancelled"
 
 
+def test_a_thread_that_fails_again_and_again_pauses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+    monkeypatch.setattr(world.engine._hub, "next_call", lambda link: tries.append(link) or 1 / 0)
+    world.ask("a", '{"max_tokens": 2}')
+    wait_until(lambda: len(tries) >= 3)
+    time.sleep(0.3)
+    assert len(tries) <= 6
+    monkeypatch.undo()
+    wait_until(lambda: world.ask("a", '{"max_tokens": 2}').result() == ("bc", "length"))
+
+
 def test_no_instance_is_blamed_when_the_server_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.peers["decode"].seconds = 0.01
     client = world.ask("a", '{"max_tokens": 2000}')

@@ -49,13 +49,13 @@ class PagedKV:
             tuple(_padding(steps, dtype, device) for steps in ragged.steps),
             write.unbind(),
             read.unbind(),
-            _hidden(ragged, len(ragged.read_blocks) * self.block_size).to(device),
+            _unused(ragged, self.block_size).to(device),
         )
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A `PagedKV` and where the tokens of one forward lie in it, for decoder layer `first_layer`."""
+    """A `PagedKV` and where the tokens of one forward lie in it."""
 
     kv: PagedKV
     ragged: Ragged | None  # None: keys and values are stored, and nothing attends to them
@@ -64,7 +64,7 @@ class Binding:
     paddings: tuple[torch.Tensor | None, ...]  # of each of `steps`, [rows, 1, 1, context], 0 or -inf
     write: tuple[torch.Tensor, ...]  # int64 [tokens], slots of the new tokens: keys and values of each layer
     read: tuple[torch.Tensor, ...]  # int64 [2 * pages], what each layer reads: pages of keys, then of values
-    hidden: torch.Tensor  # int64, those of the keys and values read that `paddings` hide
+    unused: torch.Tensor  # int64, those of the keys and values read that are no token's
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values `[tokens, kv_heads, head_dim]` of the arena's layer `layer`."""
@@ -74,8 +74,8 @@ class Binding:
     def load(self, layer: int) -> tuple[torch.Tensor, ...]:
         """All keys and all values that the forward reads, `[pages * block_size, kv_heads, head_dim]` each."""
         read = self.kv.pages.index_select(0, self.read[layer]).flatten(0, 1)
-        if len(self.hidden):
-            read.index_fill_(0, self.hidden, 0)  # of whatever another sequence has left, NaN times 0 would be NaN
+        if len(self.unused):
+            read.index_fill_(0, self.unused, 0)  # of whatever another sequence has left, NaN times 0 would be NaN
         return read.chunk(2)
 
 
@@ -137,7 +137,7 @@ class Ragged:
         steps = []
         for group in alike.values():
             most = max(len(tables[index]) for _, index in group)
-            reads += [np.resize(tables[index], most) for _, index in group]  # repeats blocks; `_hidden` hides them
+            reads += [np.resize(tables[index], most) for _, index in group]  # repeats full blocks
             seen, begin = tuple(contexts[index] for _, index in group), pages * block_size
             pages += most * len(group)
             end = pages * block_size if len(group) > 1 else begin + seen[0]
@@ -220,21 +220,25 @@ def _index(tokens: tuple[int, ...], device: torch.device) -> slice | torch.Tenso
 def _padding(steps: Steps, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     if len(steps.tokens) == 1:
         return None
-    beyond = _beyond(steps)
+    beyond = torch.arange(_size(steps)) >= torch.tensor(steps.contexts)[:, None]
     return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None].to(device)
 
 
-def _hidden(ragged: Ragged, size: int) -> torch.Tensor:
-    """Of `size` keys and as many values."""
-    parts = [steps.context.start + _beyond(steps).flatten().nonzero()[:, 0] for steps in ragged.steps]
-    keys = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-    return torch.cat([keys, keys + size])
+def _unused(ragged: Ragged, block_size: int) -> torch.Tensor:
+    """Of the last blocks of decode steps that attend at once, in the keys and in the values."""
+    parts = []
+    for steps in ragged.steps:
+        for row, seen in enumerate(steps.contexts):
+            begin = steps.context.start + row * _size(steps)
+            parts.append(np.arange(seen, min(-(-seen // block_size) * block_size, _size(steps))) + begin)
+    keys = _int64(parts)
+    return torch.cat([keys, keys + len(ragged.read_blocks) * block_size])
 
 
-def _beyond(steps: Steps) -> torch.Tensor:
-    """Bool `[rows, context]`: not the row's."""
-    size = (steps.context.stop - steps.context.start) // len(steps.tokens)
-    return torch.arange(size) >= torch.tensor(steps.contexts)[:, None]
+def _size(steps: Steps) -> int:
+    """Of each row's context and what fills it up."""
+    size: int = (steps.context.stop - steps.context.start) // len(steps.tokens)
+    return size
 
 
 def _int64(parts: list[Any]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from epd_backend import cpu
 NAME = "epd_products"  # for model.set_attn_implementation, of vision towers
 TILE = 256  # queries at a time; tiles end where the number of keys is a multiple, so that few shapes occur
 LEAST = 2**15  # queries x keys: with fewer nothing is gained
+MOST = 2**23  # scores at a time for several heads: 32 MiB, the largest block that `cpu.keep_memory` lets be kept
 _FUTURE = torch.full((TILE, TILE), float("-inf")).triu_(1)
 
 
@@ -36,18 +37,19 @@ def attention(
     heads, n, dim = query.shape
     kv_heads, m, _ = key.shape
     group = heads // kv_heads
-    out = query.new_empty(n, kv_heads, group, dim)
-    query = (query.float() * (dim**-0.5 if scaling is None else scaling)).view(kv_heads, group, n, dim)
-    for head in range(kv_heads):
-        k, v = key[head].float().contiguous(), value[head].float().contiguous()
+    together = group if group * min(n, TILE) * m < MOST else 1  # query heads
+    out = query.new_empty(n, heads // together, together, dim)
+    query = (query.float() * (dim**-0.5 if scaling is None else scaling)).view(-1, together, n, dim)
+    for part in range(heads // together):
+        k, v = (x[part * together // group].float().contiguous() for x in (key, value))
         for first, end in _tiles(n, m - n):
             seen = m - n + end if causal else m
-            scores = cpu.product(query[head, :, first:end].reshape(-1, dim), k[:seen]).view(group, -1, seen)
+            scores = cpu.product(query[part, :, first:end].reshape(-1, dim), k[:seen]).view(together, -1, seen)
             if causal:
                 new = end - first
                 scores[..., seen - new :] += _FUTURE[:new, :new]
             weights = torch.softmax(scores, -1).view(-1, seen)
-            out[first:end, head] = cpu.product(weights, v[:seen].T).view(group, -1, dim).transpose(0, 1)
+            out[first:end, part] = cpu.product(weights, v[:seen].T).view(together, -1, dim).transpose(0, 1)
     return out.flatten(1, 2)
 
 

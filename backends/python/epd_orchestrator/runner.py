@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from epd_scheduler import protocol
 
 from epd_orchestrator.hub import Hub
-from epd_orchestrator.link import Call, Link
+from epd_orchestrator.link import HELLO_S, Call, Link
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Runner(threading.Thread):
                 logger.exception("thread '%s' failed and goes on", self.name)
                 message = f"its thread failed ({type(error).__name__}: {error}); see the server's log"
                 self._hub.take_failure(self._link, message)
+                time.sleep(HELLO_S)  # else it may fail thousands of times a second; nor is there a call to make before
 
     def _make(self, call: Call) -> None:
         try:
