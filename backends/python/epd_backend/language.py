@@ -36,12 +36,11 @@ class Forward:
         """The same on another stage's device."""
         if self.hidden.device == device:
             return self
-        return Forward(
-            self.hidden.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            self.ragged,
-            self.sampled.to(device, non_blocking=True),
-            self.ends,
+        return replace(
+            self,
+            hidden=self.hidden.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            sampled=self.sampled.to(device, non_blocking=True),
         )
 
 
@@ -61,18 +60,18 @@ class LastLayer(torch.nn.Module):
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         kv: Binding,
-        ends: Binding | None,
+        ends: Ragged | None,
         sampled: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """`[1, tokens, width]` to `[1, sampled, width]`; `kv` binds all tokens, `ends` the sampled ones."""
+        """`[1, tokens, width]` to `[1, sampled, width]`; `ends` and `sampled` as in `Forward`."""
         if ends is not None:
             normed = self.layer.input_layernorm(hidden)
             store = replace(kv, ragged=None)
             self.layer.self_attn(normed, position_embeddings=position_embeddings, kv=store, **kwargs)
             if not len(sampled):
                 return hidden[:, :0]
-            hidden, kv, (cos, sin) = hidden[:, sampled], ends, position_embeddings
+            hidden, kv, (cos, sin) = hidden[:, sampled], kv.kv.bind(ends), position_embeddings
             position_embeddings = cos[..., sampled, :], sin[..., sampled, :]
         made: torch.Tensor = self.layer(hidden, position_embeddings=position_embeddings, kv=kv, **kwargs)
         return made
@@ -111,6 +110,7 @@ class LanguageStage:
         positions: list[np.ndarray[Any, np.dtype[np.int32]]] = []
         lengths: list[int] = []
         sampled: list[int] = []
+        ends: list[Row] = []
         target: list[int] = []  # flat tokens that an embedding row replaces
         source: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         for row in plan.rows:
@@ -123,6 +123,7 @@ class LanguageStage:
                 target.extend(range(at + span.at, at + span.at + span.count))
             if row.sample:
                 sampled.append(len(tokens) - 1)
+                ends.append(msgspec.structs.replace(row, start=row.start + lengths[-1] - 1))
         for replaced in target:
             tokens[replaced] = 0  # a placeholder may lie outside the vocabulary
         hidden = self._text.embed_tokens(torch.tensor(tokens, device=self.device))
@@ -130,11 +131,6 @@ class LanguageStage:
             rows = self._embedding.flatten(0, 1)[torch.from_numpy(np.concatenate(source)).to(self.device)]
             hidden.index_copy_(0, torch.tensor(target, device=self.device), rows)
         block_size = self._kv.block_size
-        ends = [
-            msgspec.structs.replace(row, start=row.start + length - 1)
-            for row, length in zip(plan.rows, lengths, strict=True)
-            if row.sample
-        ]
         index = torch.from_numpy(np.concatenate(positions, axis=1)).to(self.device, torch.int64)
         return Forward(
             hidden[None],
@@ -152,7 +148,7 @@ class LanguageStage:
             position_ids=forward.positions,
             use_cache=False,
             kv=self._kv.bind(forward.ragged),
-            ends=forward.ends and self._kv.bind(forward.ends),
+            ends=forward.ends,
             sampled=forward.sampled,
         ).last_hidden_state
         return replace(forward, hidden=hidden)
