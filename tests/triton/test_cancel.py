@@ -29,10 +29,10 @@ CONFIGURATION = f"""
 model: {ROOT / "models" / "digits-vl"}
 scheduler: {{ overlap: none, encode_tokens: 1, token_budget: 8 }}
 embedding: {{ blocks: 1024 }}
-limits: {{ context: 8192 }}
+limits: {{ context: 16384 }}
 """
-IMAGES = 30
-ROWS = 256  # embedding rows of an image of 448 x 448 pixels
+IMAGES = 14
+SIDE, ROWS = 896, 1024  # pixels and embedding rows of an image
 WORDS = 3500  # two tokens each
 
 PREFILLING: dict[str, Any] = {"text": "1 " * WORDS, "sampling": {"max_tokens": 4}}
@@ -161,7 +161,7 @@ def begin_http(server: Server) -> Iterator[Begin]:
 
 def encoding() -> dict[str, Any]:
     """Arguments of a request that is long in encoding; never seen before, so that no embedding is there already."""
-    pixels = np.random.default_rng().integers(0, 256, (IMAGES, 448, 448, 3), np.uint8)
+    pixels = np.random.default_rng().integers(0, 256, (IMAGES, SIDE, SIDE, 3), np.uint8)
     return {"text": "?", "images": [Image.fromarray(each) for each in pixels], "sampling": {"max_tokens": 4}}
 
 
