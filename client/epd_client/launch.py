@@ -169,7 +169,8 @@ class Server:
         while time.monotonic() < deadline:
             if not self.running():
                 raise LaunchError(f"tritonserver stopped while it started: {self._reason()}; log: {self.log}")
-            if _answers(f"http://{self.http}/v2/health/ready"):
+            # Of its services Triton starts that of the metrics last.
+            if _answers(f"http://{self.http}/v2/health/ready") and _answers(f"http://{self.metrics}/metrics"):
                 return
             time.sleep(READY_POLL_S)
         waiting = still_loading(self.log.read_text(errors="replace"))
