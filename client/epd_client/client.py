@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import queue
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import tritonclient.grpc as triton
-from tritonclient.utils import InferenceServerException
-
 from epd_client.errors import EpdError, as_epd_error
+from epd_client.stream import Stream, is_final
 from epd_client.tensors import Chunk, ImageLike, parse_chunk, request_tensors
 from epd_client.timeline import Timeline
 
 __all__ = ["MODEL", "Answer", "Chunk", "Client", "EpdError", "Generation", "ImageLike"]
 
 MODEL = "epd_ensemble"
-STREAM_MARGIN_S = 10.0  # a stream that nobody closes ends so long after its request's time limit
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Client:
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
-        self._open: set[Generation] = set()
+        self._open: set[Stream] = set()
 
     def __enter__(self) -> Client:
         return self
@@ -59,8 +57,8 @@ class Client:
 
     def close(self) -> None:
         """Cancel what is still open."""
-        for generation in list(self._open):
-            generation.cancel()
+        for stream in list(self._open):
+            stream.close()
 
     def generate(
         self,
@@ -93,7 +91,7 @@ class Client:
             priority=priority,
         )
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        return Generation(self, inputs, outputs, request_id, deadline)
+        return Generation(Stream(self.url, self.model, self._open, inputs, outputs, request_id, deadline), deadline)
 
     def ask(self, text: str | None = None, *, on_text: Callable[[str], None] | None = None, **arguments: Any) -> Answer:
         """Like `generate`, but wait for the complete answer; `on_text` gets the pieces meanwhile. Raises EpdError."""
@@ -120,39 +118,13 @@ class Client:
 
 
 class Generation(Iterator[Chunk]):
-    """The pieces of one answer, in order. Ends by itself; `cancel` ends it early, and so does leaving a `with`."""
+    """The pieces of one answer, in order. Ends by itself; `cancel` ends it early, and so does leaving a `with`, or
+    having no reference to it any more."""
 
-    def __init__(
-        self,
-        client: Client,
-        inputs: list[triton.InferInput],
-        outputs: list[str],
-        request_id: str,
-        deadline: float,
-    ) -> None:
-        self._owner = client
+    def __init__(self, stream: Stream, deadline: float) -> None:
+        self._stream = stream
         self._deadline = deadline
-        self._responses: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
-        self._done = False
-        self._stream = triton.InferenceServerClient(client.url)
-        client._open.add(self)
-        try:
-            self._stream.start_stream(
-                lambda result, error: self._responses.put((result, error)),
-                stream_timeout=max(0.0, deadline - time.monotonic()) + STREAM_MARGIN_S,
-            )
-            self._stream.async_stream_infer(
-                client.model,
-                inputs,
-                outputs=[triton.InferRequestedOutput(name) for name in outputs],
-                request_id=request_id,
-                enable_empty_final_response=True,
-            )
-        except InferenceServerException as error:
-            # A stream that broke at once says only here that it is broken, and says why through its callback.
-            reason = error if self._responses.empty() else self._responses.get()[1] or error
-            self._close(cancel=False)
-            raise as_epd_error(reason, client.url) from error
+        weakref.finalize(self, stream.close)
 
     def __enter__(self) -> Generation:
         return self
@@ -166,32 +138,22 @@ class Generation(Iterator[Chunk]):
         return self
 
     def __next__(self) -> Chunk:
-        while not self._done:
+        while not self._stream.closed:
             try:
-                result, error = self._responses.get(timeout=max(0.0, self._deadline - time.monotonic()))
+                result, error = self._stream.responses.get(timeout=max(0.0, self._deadline - time.monotonic()))
             except queue.Empty:
                 self.cancel()
                 message = "no complete answer within the time limit; the request is cancelled"
                 raise EpdError(message, "DEADLINE_EXCEEDED") from None
             if error is not None:
-                self._close(cancel=False)
-                raise as_epd_error(error, self._owner.url) from error
-            response = result.get_response()
-            final = response.parameters["triton_final_response"].bool_param
-            if final:
-                self._close(cancel=False)
-            if response.outputs:
+                self._stream.close()
+                raise as_epd_error(error, self._stream.url) from error
+            if is_final(result):
+                self._stream.close()
+            if result.get_response().outputs:
                 return parse_chunk(result)
         raise StopIteration
 
     def cancel(self) -> None:
         """Stop the request on the server and close its stream; harmless when it has ended."""
-        self._close(cancel=True)
-
-    def _close(self, cancel: bool) -> None:
-        """`cancel` only what has not ended: what just did may crash Triton (its pull requests 7840 and 8078)."""
-        if not self._done:
-            self._done = True
-            self._owner._open.discard(self)
-            self._stream.stop_stream(cancel_requests=cancel)
-            self._stream.close()
+        self._stream.close()

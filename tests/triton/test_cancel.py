@@ -50,6 +50,14 @@ for _ in Client(sys.argv[1]).generate(**arguments):
     pass
 """
 
+# A client that ends with an answer not read to its end.
+ENDING = """
+import sys
+from epd_client.client import Client
+answer = Client(sys.argv[1]).generate("1", sampling={"max_tokens": 2000, "ignore_eos": True})
+print(next(answer).num_output_tokens)
+"""
+
 Leave = Callable[[], None]
 Begin = Callable[[dict[str, Any]], Leave]
 
@@ -103,6 +111,17 @@ def by_cancelling(server: Server) -> Iterator[Begin]:
         yield lambda arguments: client.generate(**arguments).cancel
 
 
+def by_forgetting(server: Server) -> Iterator[Begin]:
+    """gRPC: nobody refers to the answer any more, as after a `break` out of its loop."""
+    client = Client(server.grpc)
+
+    def begin(arguments: dict[str, Any]) -> Leave:
+        held = [client.generate(**arguments)]
+        return held.clear
+
+    yield begin
+
+
 def by_dying(server: Server) -> Iterator[Begin]:
     """gRPC: the client's process is killed."""
     pipe = subprocess.PIPE
@@ -148,7 +167,7 @@ def as_base64(arguments: dict[str, Any]) -> list[str]:
     return [base64.b64encode(encode_image(image)).decode() for image in arguments.get("images", ())]
 
 
-@pytest.fixture(params=[by_cancelling, by_dying], ids=lambda way: way.__name__)
+@pytest.fixture(params=[by_cancelling, by_forgetting, by_dying], ids=lambda way: way.__name__)
 def begin(request: pytest.FixtureRequest, server: Server) -> Iterator[Begin]:
     """Sends a request; what it returns leaves it."""
     yield from request.param(server)
@@ -235,4 +254,13 @@ def test_http_before_the_first_token(server: Server, begin_http: Begin) -> None:
     leave()
     wait_until_idle(server, timeout_s=60)
     assert count["decode"] < 1000
+    assert count["cancelled"] == 1
+
+
+def test_a_program_ends_though_an_answer_does_not(server: Server) -> None:
+    count = Counters(server)
+    ended = subprocess.run([sys.executable, "-c", ENDING, server.grpc], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
+    wait_until_idle(server)
+    assert count["decode"] < 2000
     assert count["cancelled"] == 1
