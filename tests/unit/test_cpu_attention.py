@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from epd_backend import cpu, cpu_attention, weights
-from epd_backend.cpu_language import DecoderAttention
+from epd_backend.cpu_language import DecoderLayer
 from epd_backend.cpu_vision import WindowedAttention
 from epd_backend.language import LanguageStage
 from epd_scheduler.protocol import BatchPlan, Row
@@ -64,7 +64,7 @@ def test_the_modules_of_all_families_use_it(tmp_path, family):
     """A change of transformers' names would otherwise just make the server slower."""
     path = checkpoints.make(family, tmp_path)
     stage = LanguageStage(path, torch.float32, "cpu:0", (0, 2))
-    assert len([m for m in stage.model.modules() if isinstance(m, DecoderAttention)]) == 2
+    assert len([m for m in stage.model.modules() if isinstance(m, DecoderLayer)]) == 2
     tower = weights.load_part(path, "vision", torch.float32, torch.device("cpu")).model
     if family.startswith("qwen"):
         assert any(isinstance(module, WindowedAttention) for module in tower.modules())
@@ -79,7 +79,7 @@ def test_the_last_layer_computes_sampled_tokens_alone(tmp_path, sampled):
     config = json.loads((tmp_path / "config.json").read_text())["text_config"]
     kv_heads, dim = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
     lengths, seen = (5, 1, 9), []
-    stage._text.layers[-1].layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    stage._text.layers[-1].layer.mlp.act_fn.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
 
     def run(sample):
         kv = torch.zeros(3, 2, 2, 16, kv_heads, dim)

@@ -2,7 +2,7 @@
 
 The tokens of several sequences lie flat in one forward, `[1, tokens, hidden]`; keys and values live in the blocks of
 a KV arena. transformers calls `attend` in place of its own attention (`AttentionInterface`) and passes the forward's
-keyword argument `kv` through to it. No mask is registered for the name, so transformers builds none.
+keyword argument `kv`, a `Binding`, through to it. No mask is registered for the name, so transformers builds none.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class PagedKV:
     def bind(self, ragged: Ragged) -> Binding:
         """Addresses of a forward's blocks in this arena, to be made once a forward and passed as `kv`."""
         device, dtype = self.slots.device, self.slots.dtype
-        halves = torch.arange(2 * self.layers)[:, None]  # of a block: keys and values of each layer
-        blocks = ragged.write_blocks * (2 * self.layers) + halves
-        write = (blocks * self.block_size + ragged.write_offsets).to(device)
-        read = (ragged.read_blocks * (2 * self.layers) + halves).view(self.layers, -1).to(device)
+        halves = torch.arange(2 * self.layers).view(-1, 1, 2)  # of a block: keys and values of each layer
+        blocks = ragged.write_blocks[:, None] * (2 * self.layers) + halves
+        write = (blocks * self.block_size + ragged.write_offsets[:, None]).to(device)
+        read = ragged.read_blocks * (2 * self.layers) + halves.transpose(1, 2)
         return Binding(
             self,
             ragged,
@@ -48,7 +48,7 @@ class PagedKV:
             tuple(_index(steps.tokens, device) for steps in ragged.steps),
             tuple(_padding(steps, dtype, device) for steps in ragged.steps),
             write.unbind(),
-            read.unbind(),
+            read.view(self.layers, -1).to(device).unbind(),
             _unused(ragged, self.block_size).to(device),
         )
 
@@ -62,16 +62,53 @@ class Binding:
     masks: tuple[torch.Tensor | None, ...]  # of each segment, [tokens, context], 0 or -inf; None: it needs none
     steps: tuple[slice | torch.Tensor, ...]  # `Steps.tokens`
     paddings: tuple[torch.Tensor | None, ...]  # of each of `steps`, [rows, 1, 1, context], 0 or -inf
-    write: tuple[torch.Tensor, ...]  # int64 [tokens], slots of the new tokens: keys and values of each layer
-    read: tuple[torch.Tensor, ...]  # int64 [2 * pages], what each layer reads: pages of keys, then of values
+    write: tuple[torch.Tensor, ...]  # of each layer, int64 [tokens, 2]: slots of the new tokens' keys and values
+    read: tuple[torch.Tensor, ...]  # of each layer, int64 [2 * pages]: what it reads, pages of keys, then of values
     unused: torch.Tensor  # int64, those of the keys and values read that are no token's
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values `[tokens, kv_heads, head_dim]` of the arena's layer `layer`."""
-        self.kv.slots.index_copy_(0, self.write[2 * layer], key)
-        self.kv.slots.index_copy_(0, self.write[2 * layer + 1], value)
+    def store(self, layer: int, made: torch.Tensor) -> None:
+        """Write keys and values `[tokens, 2, kv_heads, head_dim]` of the model's layer `layer`."""
+        self.kv.slots.index_put_((self.write[layer - self.kv.first_layer],), made)
 
-    def load(self, layer: int) -> tuple[torch.Tensor, ...]:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Query `[tokens, heads, head_dim]`, key and value `[tokens, kv_heads, head_dim]`, to as much as the query.
+
+        The keys and values are those that were stored.
+        """
+        assert self.ragged is not None
+        layer -= self.kv.first_layer
+        if self.kv.kernels is not None:
+            return self.kv.kernels.attend(query, self.ragged, layer, scaling)
+        heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+        read = self._load(layer)
+        parts: list[tuple[slice | torch.Tensor, torch.Tensor]] = []
+        for steps, tokens, padding in zip(self.ragged.steps, self.steps, self.paddings, strict=True):
+            rows = len(steps.tokens)  # the heads of a group as its queries: twice as fast on CPU as one query a head
+            q = query[tokens].reshape(rows, kv_heads, -1, dim)
+            k, v = (x[steps.context].view(rows, -1, kv_heads, dim).transpose(1, 2) for x in read)
+            made = scaled_dot_product_attention(q, k, v, padding, scale=scaling)
+            parts.append((tokens, made.reshape(rows, heads, dim)))
+        for segment, mask in zip(self.ragged.segments, self.masks, strict=True):
+            (k, v), seen = ((key, value), segment.tokens) if segment.context is None else (read, segment.context)
+            q, k, v = (x.transpose(0, 1) for x in (query[segment.tokens], k[seen], v[seen]))
+            if cpu_attention.pays(q.shape[1], k.shape[1], q.device):
+                made = cpu_attention.attention(q, k, v, scaling, causal=True)
+            else:
+                causal, gqa = segment.context is None, heads != kv_heads
+                q, k, v = (x[None] for x in (q, k, v))
+                made = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling, enable_gqa=gqa)
+                made = made[0].transpose(0, 1)
+            parts.append((segment.tokens, made))
+        if len(parts) == 1:
+            return parts[0][1]
+        out = query.new_empty(query.shape)
+        for tokens, made in parts:
+            out[tokens] = made
+        return out
+
+    def _load(self, layer: int) -> tuple[torch.Tensor, ...]:
         """All keys and all values that the forward reads, `[pages * block_size, kv_heads, head_dim]` each."""
         read = self.kv.pages.index_select(0, self.read[layer]).flatten(0, 1)
         if len(self.unused):
@@ -84,7 +121,7 @@ class Segment:
     """One row of a forward: its tokens attend to `context` tokens, themselves the last of these."""
 
     tokens: slice  # in the flat batch
-    context: slice | None  # in the keys that `Binding.load` returns; None: the row is all there is
+    context: slice | None  # in the keys that `Binding` reads; None: the row is all there is
 
 
 @dataclass(frozen=True)
@@ -93,7 +130,7 @@ class Steps:
 
     tokens: tuple[int, ...]  # in the flat batch
     contexts: tuple[int, ...]
-    context: slice  # in the keys that `Binding.load` returns, as much for each row, `contexts` of it the row's
+    context: slice  # in the keys that `Binding` reads, as much for each row, `contexts` of it the row's
 
 
 @dataclass(frozen=True)
@@ -165,39 +202,11 @@ def attend(
     scaling: float | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer: query `[1, heads, tokens, dim]`, key and value `[1, kv_heads, tokens, dim]`.
-
-    Returns `[1, tokens, heads, dim]`.
-    """
+    """Attention of one layer in transformers' terms, `[1, heads, tokens, dim]` to `[1, tokens, heads, dim]`."""
     assert isinstance(module.layer_idx, int)
-    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-    layer, ragged = module.layer_idx - kv.kv.first_layer, kv.ragged
-    kv.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if ragged is None:
-        return query.transpose(1, 2), None
-    if kv.kv.kernels is not None:
-        return kv.kv.kernels.attend(query[0].transpose(0, 1), ragged, layer, scaling)[None], None
-    keys, values = kv.load(layer)
-    out = query.new_empty(query.shape[2], heads, dim)
-    for steps, tokens, padding in zip(ragged.steps, kv.steps, kv.paddings, strict=True):
-        rows = len(steps.tokens)  # the heads of a group as its queries: twice as fast on CPU as one query a head
-        q = query[0, :, tokens].transpose(0, 1).reshape(rows, kv_heads, -1, dim)
-        k, v = (x[steps.context].view(rows, -1, kv_heads, dim).transpose(1, 2) for x in (keys, values))
-        out[tokens] = scaled_dot_product_attention(q, k, v, padding, scale=scaling).reshape(rows, heads, dim)
-    for segment, mask in zip(ragged.segments, kv.masks, strict=True):
-        q = query[:, :, segment.tokens]
-        if segment.context is None:
-            k, v = key[:, :, segment.tokens], value[:, :, segment.tokens]
-        else:
-            k, v = (x[segment.context].transpose(0, 1)[None] for x in (keys, values))
-        if cpu_attention.pays(q.shape[2], k.shape[2], q.device):
-            result = cpu_attention.attention(q[0], k[0], v[0], scaling, causal=True)
-        else:
-            result = scaled_dot_product_attention(
-                q, k, v, mask, is_causal=segment.context is None, scale=scaling, enable_gqa=heads != kv_heads
-            )[0].transpose(0, 1)
-        out[segment.tokens] = result
-    return out[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    kv.store(module.layer_idx, torch.stack((key, value), 1))
+    return (query if kv.ragged is None else kv.attend(module.layer_idx, query, key, value, scaling))[None], None
 
 
 def _mask(segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
