@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from epd_scheduler.protocol import Row
 from torch.nn.functional import scaled_dot_product_attention
@@ -139,7 +137,7 @@ class Ragged:
 
     lengths: tuple[int, ...]  # new tokens of each row
     contexts: tuple[int, ...]  # tokens that each row's last token sees
-    tables: tuple[npt.NDArray[np.int64], ...]  # blocks of each row's context
+    tables: tuple[tuple[int, ...], ...]  # blocks of each row's context
     segments: tuple[Segment, ...]
     steps: tuple[Steps, ...]
     write_blocks: torch.Tensor  # int64 [tokens], arena block of each token
@@ -149,35 +147,35 @@ class Ragged:
     @classmethod
     def of(cls, rows: Sequence[Row], lengths: Sequence[int], block_size: int) -> Ragged:
         """Lay out rows of `lengths` tokens. Raises ValueError for a row whose block table is too short."""
-        segments, blocks, offsets, tables, reads = [], [], [], [], []
+        segments, steps, tables = [], [], []
+        blocks: list[int] = []  # no arrays: for the few numbers of a decode step they take longer
+        offsets: list[int] = []
+        reads: list[int] = []
         contexts = tuple(row.start + length for row, length in zip(rows, lengths, strict=True))
         alike: dict[int, list[tuple[int, int]]] = {}  # token and row of decode steps, by the size of their tables
-        at = pages = 0
+        at = 0
         for index, (row, length, context) in enumerate(zip(rows, lengths, contexts, strict=True)):
             if len(row.blocks) * block_size < context:
                 raise ValueError(f"the row of sequence {row.seq} has {len(row.blocks)} blocks for {context} tokens")
-            places = np.arange(row.start, context)
-            table = np.array(row.blocks[: -(-context // block_size)], np.int64)
+            table = row.blocks[: -(-context // block_size)]
             tables.append(table)
-            blocks.append(table[places // block_size])
-            offsets.append(places % block_size)
+            blocks += [table[place // block_size] for place in range(row.start, context)]
+            offsets += [place % block_size for place in range(row.start, context)]
             if row.start == 0:
                 segments.append(Segment(slice(at, at + length), None))
             elif length == 1:
                 alike.setdefault(len(table).bit_length(), []).append((at, index))
             else:
-                begin = pages * block_size
+                begin = len(reads) * block_size
                 segments.append(Segment(slice(at, at + length), slice(begin, begin + context)))
-                reads.append(table)
-                pages += len(table)
+                reads += table
             at += length
-        steps = []
         for group in alike.values():
-            most = max(len(tables[index]) for _, index in group)
-            reads += [np.resize(tables[index], most) for _, index in group]  # repeats full blocks
-            seen, begin = tuple(contexts[index] for _, index in group), pages * block_size
-            pages += most * len(group)
-            end = pages * block_size if len(group) > 1 else begin + seen[0]
+            most, begin = max(len(tables[index]) for _, index in group), len(reads) * block_size
+            for _, index in group:
+                reads += tables[index] + tables[index][:1] * (most - len(tables[index]))  # filled up with a full block
+            seen = tuple(contexts[index] for _, index in group)
+            end = len(reads) * block_size if len(group) > 1 else begin + seen[0]
             steps.append(Steps(tuple(token for token, _ in group), seen, slice(begin, end)))
         return cls(
             tuple(lengths),
@@ -185,9 +183,9 @@ class Ragged:
             tuple(tables),
             tuple(segments),
             tuple(steps),
-            _int64(blocks),
-            _int64(offsets),
-            _int64(reads),
+            torch.tensor(blocks, dtype=torch.int64),
+            torch.tensor(offsets, dtype=torch.int64),
+            torch.tensor(reads, dtype=torch.int64),
         )
 
 
@@ -235,23 +233,19 @@ def _padding(steps: Steps, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 def _unused(ragged: Ragged, block_size: int) -> torch.Tensor:
     """Of the last blocks of decode steps that attend at once, in the keys and in the values."""
-    parts = []
+    keys: list[int] = []
     for steps in ragged.steps:
         for row, seen in enumerate(steps.contexts):
             begin = steps.context.start + row * _size(steps)
-            parts.append(np.arange(seen, min(-(-seen // block_size) * block_size, _size(steps))) + begin)
-    keys = _int64(parts)
-    return torch.cat([keys, keys + len(ragged.read_blocks) * block_size])
+            keys += range(begin + seen, begin + min(-(-seen // block_size) * block_size, _size(steps)))
+    half = len(ragged.read_blocks) * block_size
+    return torch.tensor(keys + [key + half for key in keys], dtype=torch.int64)
 
 
 def _size(steps: Steps) -> int:
     """Of each row's context and what fills it up."""
     size: int = (steps.context.stop - steps.context.start) // len(steps.tokens)
     return size
-
-
-def _int64(parts: list[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
 
 AttentionInterface.register(NAME, attend)

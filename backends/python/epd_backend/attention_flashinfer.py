@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class FlashInfer:
         self._wrapper.plan(
             int32(list(accumulate(ragged.lengths, initial=0))),
             int32(list(accumulate((len(table) for table in ragged.tables), initial=0))),
-            int32(np.concatenate(ragged.tables)),
+            int32(list(chain.from_iterable(ragged.tables))),
             int32([(context - 1) % block_size + 1 for context in ragged.contexts]),
             query.shape[1],
             kv_heads,

@@ -123,7 +123,8 @@ class LanguageStage:
                 target.extend(range(at + span.at, at + span.at + span.count))
             if row.sample:
                 sampled.append(len(tokens) - 1)
-                ends.append(msgspec.structs.replace(row, start=row.start + lengths[-1] - 1))
+                last = row.start + lengths[-1] - 1
+                ends.append(row if last == row.start else msgspec.structs.replace(row, start=last))
         for replaced in target:
             tokens[replaced] = 0  # a placeholder may lie outside the vocabulary
         hidden = self._text.embed_tokens(torch.tensor(tokens, device=self.device))
