@@ -22,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 console = Console(highlight=False)
 
 DRAIN_S = 20.0  # for open requests when `epd serve` is told to stop
+UNLOAD_S = 10.0  # then for the workers
 
 Url = Annotated[str, typer.Option(help="The server's gRPC address.")]
 Repository = Annotated[Path, typer.Option(help="Model repository directory.")]
@@ -74,7 +75,8 @@ def serve(
         if server.running():  # else it was still starting
             with contextlib.suppress(EpdError, KeyboardInterrupt):  # told again, or a server that cannot
                 console.print(f"stopping when open requests have ended, in {DRAIN_S:.0f} s at most; Ctrl-C: now")
-                control.drain(server.grpc, DRAIN_S)
+                if control.drain(server.grpc, DRAIN_S):
+                    control.unload_workers(server.grpc, UNLOAD_S)
         for again in (signal.SIGINT, signal.SIGTERM):  # would leave the stopping half done
             signal.signal(again, signal.SIG_IGN)
         console.print("stopping")

@@ -7,22 +7,30 @@ with Client("localhost:8001") as client:
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
 from epd_client.errors import EpdError, as_epd_error
-from epd_client.stream import Stream, is_final
-from epd_client.tensors import Chunk, ImageLike, parse_chunk, request_tensors
+from epd_client.tensors import Chunk, ImageLike, parse_response, request_message
 from epd_client.timeline import Timeline
 
 __all__ = ["MODEL", "Answer", "Chunk", "Client", "EpdError", "Generation", "ImageLike"]
 
 MODEL = "epd_ensemble"
+_MOST_S = 1e9  # of time that gRPC can count
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a server that is started again is found soon
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,13 @@ class Answer:
 
 
 class Client:
-    """Talks to one server. Thread-safe: every request has a stream of its own."""
+    """Talks to one server. Thread-safe: every request has a stream of its own, all of them one connection."""
 
     def __init__(self, url: str = "localhost:8001", *, model: str = MODEL, timeout_s: float = 300.0) -> None:
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
-        self._open: set[Stream] = set()
+        self._channel = grpc.insecure_channel(url, OPTIONS)
 
     def __enter__(self) -> Client:
         return self
@@ -56,9 +64,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is still open."""
-        for stream in list(self._open):
-            stream.close()
+        """Cancel what is still open. Nothing can be asked after it."""
+        self._channel.close()
 
     def generate(
         self,
@@ -80,7 +87,9 @@ class Client:
         `{"max_tokens": 64, "temperature": 0.7}`. `timeout_s` is for the whole answer (default: the client's).
         Raises ValueError for an unusable argument; iterating raises EpdError if the request fails.
         """
-        inputs, outputs = request_tensors(
+        request = request_message(
+            self.model,
+            request_id,
             text,
             images=images,
             messages=messages,
@@ -90,8 +99,9 @@ class Client:
             timeline=timeline,
             priority=priority,
         )
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        return Generation(Stream(self.url, self.model, self._open, inputs, outputs, request_id, deadline), deadline)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return Generation(stub.ModelStreamInfer(iter([request]), timeout=limit if limit < _MOST_S else None), self.url)
 
     def ask(self, text: str | None = None, *, on_text: Callable[[str], None] | None = None, **arguments: Any) -> Answer:
         """Like `generate`, but wait for the complete answer; `on_text` gets the pieces meanwhile. Raises EpdError."""
@@ -121,10 +131,10 @@ class Generation(Iterator[Chunk]):
     """The pieces of one answer, in order. Ends by itself; `cancel` ends it early, and so does leaving a `with`, or
     having no reference to it any more."""
 
-    def __init__(self, stream: Stream, deadline: float) -> None:
-        self._stream = stream
-        self._deadline = deadline
-        weakref.finalize(self, stream.close)
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call  # that gRPC cancels when it is forgotten
+        self._url = url
+        self._over = False
 
     def __enter__(self) -> Generation:
         return self
@@ -138,22 +148,30 @@ class Generation(Iterator[Chunk]):
         return self
 
     def __next__(self) -> Chunk:
-        while not self._stream.closed:
+        while not self._over:
             try:
-                result, error = self._stream.responses.get(timeout=max(0.0, self._deadline - time.monotonic()))
-            except queue.Empty:
-                self.cancel()
-                message = "no complete answer within the time limit; the request is cancelled"
-                raise EpdError(message, "DEADLINE_EXCEEDED") from None
-            if error is not None:
-                self._stream.close()
-                raise as_epd_error(error, self._stream.url) from error
-            if is_final(result):
-                self._stream.close()
-            if result.get_response().outputs:
-                return parse_chunk(result)
+                chunk = parse_response(next(self._call))
+            except StopIteration:
+                self._over = True
+            except (grpc.RpcError, InferenceServerException) as error:
+                self._over = True
+                raise as_epd_error(error, self._url) from error
+            else:
+                if chunk is not None:
+                    if chunk.finish_reason:
+                        self._await_end()
+                    return chunk
         raise StopIteration
 
+    def _await_end(self) -> None:
+        """To cancel a request that has just ended may crash Triton (its pull requests 7840 and 8078)."""
+        self._over = True
+        with contextlib.suppress(grpc.RpcError):  # the answer is whole
+            for _ in self._call:
+                pass
+
     def cancel(self) -> None:
-        """Stop the request on the server and close its stream; harmless when it has ended."""
-        self._stream.close()
+        """Stop the request on the server; harmless when it has ended."""
+        if not self._over:
+            self._over = True
+            self._call.cancel()

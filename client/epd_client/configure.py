@@ -62,8 +62,13 @@ def write_repository(
     """Write the models `placements` and the orchestrator that knows them to `target`.
 
     The code is linked from the repository `source`, so it is never a copy that ages. `emulate`: a profile whose costs
-    stand in for computing. Raises TopologyError if `target` holds something else already.
+    stand in for computing. Raises TopologyError if `target` holds something else already or `source` is no such
+    repository.
     """
+    if not (source / "epd_ensemble" / "config.pbtxt").is_file():
+        raise TopologyError(
+            f"{source.resolve()} has no model 'epd_ensemble'; name the project's model_repository with --source"
+        )
     if target.exists() and any(target.iterdir()):
         raise TopologyError(f"{target} is not empty; name a new directory")
     for placement in placements:

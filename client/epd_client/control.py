@@ -34,26 +34,35 @@ class Check:
 def health(url: str, timeout_s: float = 30.0) -> list[Check]:
     """The server, each model, and a tiny request with an image that runs through every stage.
 
-    The request is the real proof: Triton calls a model ready even when its process is gone.
+    The request is the real proof: Triton calls a model ready even when its process is gone. While it is open the
+    orchestrator calls every worker, so that one whose process is gone shows even if another does its work.
     """
-    checks = []
     with triton.InferenceServerClient(url) as server:
         try:
             ready = server.is_server_ready(client_timeout=timeout_s)
             models = _models(server, timeout_s)
             names = [model["name"] for model in models if model.get("state") == "READY"]
             emulated = {name for name in names if "emulate" in _config(server, name, timeout_s).get("parameters", {})}
+            before = {name: _calls(server, name) for name in names}
+            request = _probe(url, timeout_s)
+            lost = {name for name in names if _was_lost(before[name], _calls(server, name))}
         except InferenceServerException as error:
             return [Check("server", False, str(as_epd_error(error, url)))]
-    checks.append(Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready")))
+    checks = [Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready"))]
     for model in models:
-        state = model.get("state", "not loaded")
+        name, state = model["name"], model.get("state", "not loaded")
         detail = model.get("reason") or state.lower()
-        if model["name"] in emulated:
+        if name in emulated:
             detail += ", EMULATED: it waits for a cost model's time instead of computing"
-        checks.append(Check(f"model {model['name']}", state == "READY", detail))
-    checks.append(_probe(url, timeout_s))
-    return checks
+        if name in lost:
+            detail = f"does not answer; see the server's log, and bring it back with `epd reload {name}`"
+        checks.append(Check(f"model {name}", state == "READY" and name not in lost, detail))
+    return [*checks, request]
+
+
+def _was_lost(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Whether calls of a model have failed meanwhile, and none succeeded."""
+    return after[1] > before[1] and after[0] == before[0]
 
 
 def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
@@ -105,6 +114,26 @@ def drain(url: str, timeout_s: float) -> bool:
             raise as_epd_error(error, url) from error
 
 
+def unload_workers(url: str, timeout_s: float) -> None:
+    """After `drain`, let the processes of all models end in order, in `timeout_s` at most. Raises EpdError.
+
+    A server that is told to stop while HTTP connections are open, if only idle ones, spends all of its exit timeout on
+    them and would have none left for its models. One whose process has died is never unloaded.
+    """
+    deadline = time.monotonic() + timeout_s
+    with triton.InferenceServerClient(url) as server:
+        try:
+            for model in _models(server, timeout_s):
+                if model.get("state") == "READY":
+                    server.unload_model(model["name"], client_timeout=timeout_s)
+            while time.monotonic() < deadline:
+                if all(model.get("state") != "UNLOADING" for model in _models(server, timeout_s)):
+                    return
+                time.sleep(POLL_S)
+        except InferenceServerException as error:
+            raise as_epd_error(error, url) from error
+
+
 def _is_unloaded(server: triton.InferenceServerClient, model: str, timeout_s: float) -> bool:
     """Wait for it: Triton unloads in the background, when the last open request has ended, and would load meanwhile.
 
@@ -132,7 +161,7 @@ def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, t
     deadline = time.monotonic() + timeout_s
     problem = "no request was answered"
     while (left := deadline - time.monotonic()) > 0:
-        if model != MODEL and _succeeded_calls(server, model):
+        if model != MODEL and _calls(server, model)[0]:
             return
         try:
             _ask(url, left if model == MODEL else LOOK_S)
@@ -151,10 +180,12 @@ def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, t
     )
 
 
-def _succeeded_calls(server: triton.InferenceServerClient, model: str) -> int:
-    """Calls that succeeded since the model was loaded."""
+def _calls(server: triton.InferenceServerClient, model: str) -> tuple[int, int]:
+    """Calls that succeeded and that failed since the model was loaded."""
     statistics = server.get_inference_statistics(model, client_timeout=RELOAD_TIMEOUT_S, as_json=True)
-    return sum(int(each["inference_stats"]["success"].get("count", 0)) for each in statistics["model_stats"])
+    each = [version["inference_stats"] for version in statistics["model_stats"]]
+    success, failed = (sum(int(stats[kind].get("count", 0)) for stats in each) for kind in ("success", "fail"))
+    return success, failed
 
 
 def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import grpc
 from tritonclient.utils import InferenceServerException
 
 
@@ -20,21 +21,26 @@ class EpdError(RuntimeError):
         self.died = died
 
 
-def as_epd_error(error: InferenceServerException, url: str) -> EpdError:
-    """What tritonclient raised, with the remedy where the server is gone or stops, or a model or its process is gone.
+def as_epd_error(error: InferenceServerException | grpc.RpcError, url: str) -> EpdError:
+    """What tritonclient or gRPC raised, with the remedy where a server, a model or its process is gone.
 
     Much of this is told by Triton's texts alone. An error in a stream has no status but the one that its text begins
     with (it would have one if asked for by `triton_grpc_error`, but such errors crash Triton 2.51 now and then), and a
     model whose process has died goes on being ready.
     """
-    code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
-    message = error.message()
+    if isinstance(error, grpc.RpcError):
+        status, message = error.code(), error.details() or ""
+    else:
+        status, message = error.status(), error.message()
+    code = str(status or "INTERNAL").removeprefix("StatusCode.")
     if stated := re.match(r"\[([A-Z_]+)\] ", message):
         code, message = stated[1], message[stated.end() :]
-    if code == "UNAVAILABLE" and "connect" in message.lower():
+    if code == "UNAVAILABLE" and re.search("connect|resolv", message.lower()):
         remedy = "start one with `epd serve`, or name one elsewhere with `--url HOST:PORT`"
         message = f"no server answers at {url} ({message}); {remedy}"
-    if code == "CANCELLED" and "Locally" not in message:  # not by this client: gRPC says "Locally cancelled" then
+    if code == "DEADLINE_EXCEEDED":
+        message = f"no complete answer within the time limit; the request is cancelled ({message})"
+    if code == "CANCELLED" and not re.search("Locally cancelled|Channel closed", message):  # not by this client
         code = "UNAVAILABLE"
         message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"
     if re.search("Server not ready|Server is stopping|Server exiting", message):

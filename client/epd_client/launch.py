@@ -273,10 +273,13 @@ def _terminate(process: subprocess.Popen[bytes], timeout_s: float) -> int:
 
 
 def _group_runs(group: int) -> bool:
-    """Whether the process group has a member that is not a zombie."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    """Whether the process group has a member that is not a zombie, or is one with threads that have yet to end.
+
+    These keep files open, and with them the locks that tell arenas in use from stale ones.
+    """
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile
-            state, _parent, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
+            state, _parent, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and (state not in "ZX" or len(list((path / "task").iterdir())) > 1):
                 return True
     return False

@@ -8,24 +8,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import grpc
 import numpy as np
-import tritonclient.grpc.aio as triton
 from epd_scheduler.metrics_summary import SLO, RequestResult
 from epd_scheduler.workload import RequestSpec
-from tritonclient.grpc import InferRequestedOutput
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from epd_client import payload
-from epd_client.client import MODEL
+from epd_client.client import MODEL, OPTIONS
 from epd_client.errors import as_epd_error
 from epd_client.payload import TextMaker
-from epd_client.tensors import parse_chunk, request_tensors
+from epd_client.tensors import parse_response, request_message
 from epd_client.timeline import Timeline
 
 LEAD_S = 0.2  # between the start of the clock and the first request
@@ -36,7 +35,7 @@ class Prepared:
     """A request that only has to be sent."""
 
     spec: RequestSpec
-    message: dict[str, Any]  # as tritonclient's stream_infer takes it
+    message: service_pb2.ModelInferRequest
 
 
 @dataclass
@@ -99,26 +98,26 @@ def _prepare(spec: RequestSpec, index: int, text: TextMaker, slo: SLO | None, se
     sampling: dict[str, Any] = {"max_tokens": spec.output_tokens, "min_tokens": spec.output_tokens, "ignore_eos": True}
     if slo and math.isfinite(slo.ttft_s):
         sampling["slo"] = slo.ttft_s
-    inputs, outputs = request_tensors(
+    message = request_message(
+        MODEL,
+        f"{spec.kind}-{index}",
         text.text(spec.text_tokens, random),
         images=payload.images(spec, [seed, index, 1], distinct=distinct),
         sampling=sampling,
         timeline=True,
     )
-    wanted = [InferRequestedOutput(name) for name in outputs]
-    return Prepared(
-        spec, {"model_name": MODEL, "inputs": inputs, "outputs": wanted, "request_id": f"{spec.kind}-{index}"}
-    )
+    return Prepared(spec, message)
 
 
 async def _run(url: str, requests: Sequence[Prepared], timeout_s: float, done: Callable[[], None]) -> list[Observation]:
-    async with triton.InferenceServerClient(url) as client:
+    async with grpc.aio.insecure_channel(url, OPTIONS) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         start = time.monotonic() + LEAD_S
-        return await asyncio.gather(*(_one(client, url, request, start, timeout_s, done) for request in requests))
+        return await asyncio.gather(*(_one(stub, url, request, start, timeout_s, done) for request in requests))
 
 
 async def _one(
-    client: triton.InferenceServerClient,
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
     url: str,
     request: Prepared,
     start: float,
@@ -129,32 +128,27 @@ async def _one(
     await asyncio.sleep(start + request.spec.at - time.monotonic())
     seen.sent = time.monotonic() - start
     try:
-        await asyncio.wait_for(_stream(client, request, start, seen), timeout_s)
+        await asyncio.wait_for(_stream(stub, request, start, seen), timeout_s)
     except TimeoutError:
         seen.error = f"DEADLINE_EXCEEDED: no complete answer within {timeout_s:.0f} s"
-    except InferenceServerException as error:
+    except (grpc.RpcError, InferenceServerException) as error:
         wrapped = as_epd_error(error, url)
         seen.error = f"{wrapped.code}: {wrapped}"
-    except grpc.RpcError as error:
-        seen.error = f"{error.code().name}: {error.details()}"
     seen.end = time.monotonic() - start
     done()
     return seen
 
 
-async def _stream(client: triton.InferenceServerClient, request: Prepared, start: float, seen: Observation) -> None:
-    async def messages() -> AsyncIterator[dict[str, Any]]:
-        yield request.message
-
-    responses = client.stream_infer(messages())
+async def _stream(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub, request: Prepared, start: float, seen: Observation
+) -> None:
+    call = stub.ModelStreamInfer(iter([request.message]))
     try:
-        async for result, error in responses:
+        async for response in call:
             now = time.monotonic() - start
-            if error is not None:
-                raise error
-            chunk = parse_chunk(result)
-            seen.tokens += [now] * chunk.num_output_tokens
-            seen.input_tokens = chunk.num_input_tokens or seen.input_tokens
-            seen.timeline = chunk.timeline or seen.timeline
+            if (chunk := parse_response(response)) is not None:
+                seen.tokens += [now] * chunk.num_output_tokens
+                seen.input_tokens = chunk.num_input_tokens or seen.input_tokens
+                seen.timeline = chunk.timeline or seen.timeline
     finally:
-        responses.cancel()
+        call.cancel()

@@ -1,4 +1,4 @@
-"""A request and the pieces of its answer as tensors of the orchestrator's model."""
+"""A request and the pieces of its answer as messages of Triton's gRPC protocol (KServe v2)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as triton
 from PIL import Image, UnidentifiedImageError
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
 
 from epd_client.timeline import Timeline
 
@@ -40,7 +41,9 @@ class Chunk:
     timeline: Timeline | None = None  # only with `timeline`
 
 
-def request_tensors(
+def request_message(
+    model: str,
+    request_id: str,
     text: str | None = None,
     *,
     images: Sequence[ImageLike] = (),
@@ -50,29 +53,43 @@ def request_tensors(
     logprobs: bool = False,
     timeline: bool = False,
     priority: int = 0,
-) -> tuple[list[triton.InferInput], list[str]]:
-    """Input tensors and names of the wanted outputs of a request, as `Client.generate` has it. Raises ValueError."""
+) -> service_pb2.ModelInferRequest:
+    """A request as `Client.generate` has it. Raises ValueError for arguments that make none."""
     if (text is None) == (messages is None):
         raise ValueError("give either text or messages")
+    if isinstance(images, str | bytes):
+        raise ValueError("images is a list, of one if there is one")
     wanted = {"return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"}
     wanted |= {"return_cumulative_logprob", "return_logprobs"} if logprobs else set()
     wanted |= {"return_timeline"} if timeline else set()
-    inputs = [_flag("stream", stream), _flag("exclude_input_in_output", True)]
-    inputs += [_flag(name, True) for name in sorted(wanted)]
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name in ("text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))):
+        message.outputs.add(name=name)
+
+    def add(name: str, datatype: str, content: bytes, count: int = 1) -> None:
+        message.inputs.add(name=name, datatype=datatype, shape=[count])
+        message.raw_input_contents.append(content)
+
+    def add_bytes(name: str, *values: bytes) -> None:
+        add(name, "BYTES", b"".join(len(value).to_bytes(4, "little") + value for value in values), len(values))
+
+    for name, flag in (
+        ("stream", stream),
+        ("exclude_input_in_output", True),
+        *((name, True) for name in sorted(wanted)),
+    ):
+        add(name, "BOOL", bytes([flag]))
     if text is not None:
-        inputs.append(_bytes("text_input", [text.encode()]))
+        add_bytes("text_input", text.encode())
     if images:
-        inputs.append(_bytes("image", [encode_image(image) for image in images]))
+        add_bytes("image", *(encode_image(image) for image in images))
     if messages is not None:
-        inputs.append(_bytes("messages", [json.dumps(list(messages)).encode()]))
+        add_bytes("messages", json.dumps(list(messages)).encode())
     if sampling:
-        inputs.append(_bytes("sampling_parameters", [json.dumps(dict(sampling)).encode()]))
-    outputs = ["text_output", *(BOOLEAN_OUTPUTS[name] for name in sorted(wanted))]
+        add_bytes("sampling_parameters", json.dumps(dict(sampling)).encode())
     if priority:  # an input of its own: Triton keeps the request parameter of that name to itself
-        tensor = triton.InferInput("priority", [1], "INT32")
-        tensor.set_data_from_numpy(np.array([priority], np.int32))
-        inputs.append(tensor)
-    return inputs, outputs
+        add("priority", "INT32", priority.to_bytes(4, "little", signed=True))
+    return message
 
 
 def encode_image(image: ImageLike) -> bytes:
@@ -96,20 +113,13 @@ def encode_image(image: ImageLike) -> bytes:
     return data
 
 
-def _bytes(name: str, values: list[bytes]) -> triton.InferInput:
-    tensor = triton.InferInput(name, [len(values)], "BYTES")
-    tensor.set_data_from_numpy(np.array(values, dtype=object))
-    return tensor
-
-
-def _flag(name: str, value: bool) -> triton.InferInput:
-    tensor = triton.InferInput(name, [1], "BOOL")
-    tensor.set_data_from_numpy(np.array([value]))
-    return tensor
-
-
-def parse_chunk(result: Any) -> Chunk:
-    """A response of the server, of either of tritonclient's gRPC clients."""
+def parse_response(response: service_pb2.ModelStreamInferResponse) -> Chunk | None:
+    """A response of the server; None for one that carries nothing. Raises InferenceServerException for an error."""
+    if response.error_message:
+        raise InferenceServerException(response.error_message)
+    if not response.infer_response.outputs:
+        return None
+    result = triton.InferResult(response.infer_response)
 
     def first(name: str) -> Any:
         tensor = result.as_numpy(name)

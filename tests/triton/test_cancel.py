@@ -7,16 +7,18 @@ comes later in a request's life has not happened.
 from __future__ import annotations
 
 import base64
+import gc
 import http.client
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from epd_client.client import Client
+from epd_client.client import Client, EpdError
 from epd_client.launch import Server
 from epd_client.tensors import encode_image
 from PIL import Image
@@ -264,3 +266,28 @@ def test_a_program_ends_though_an_answer_does_not(server: Server) -> None:
     wait_until_idle(server)
     assert count["decode"] < 2000
     assert count["cancelled"] == 1
+
+
+def test_no_thread_stays(server: Server) -> None:
+    """Neither of answers that are cancelled nor of those that are forgotten, in reference cycles too."""
+    before = threading.active_count()
+    with Client(server.grpc) as client:
+        for _ in range(10):
+            client.generate(**QUEUED).cancel()
+            client.generate(**QUEUED)
+            cycle: list[Any] = [client.generate(**QUEUED)]
+            cycle.append(cycle)
+        del cycle
+        gc.collect()
+        wait_until_idle(server)
+    wait_for(lambda: threading.active_count() <= before, f"threads stay: {threading.enumerate()}")
+
+
+def test_closing_a_client_is_an_error_for_those_who_still_read(server: Server) -> None:
+    with Client(server.grpc) as client:
+        answer = client.generate(**DECODING)
+        next(answer)
+    with pytest.raises(EpdError) as error:
+        list(answer)
+    assert error.value.code == "CANCELLED"
+    assert list(answer) == []

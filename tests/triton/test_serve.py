@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client as http_client
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def test_sigterm_lets_open_requests_finish() -> None:
+    """And ends in good order, though an HTTP connection that nobody closes keeps Triton waiting."""
     http, grpc, metrics = map(str, free_ports(3))
     command = [str(Path(sys.executable).parent / "epd"), "serve", "--http-port", http, "--grpc-port", grpc]
     serving = subprocess.Popen([*command, "--metrics-port", metrics], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -35,6 +37,9 @@ def test_sigterm_lets_open_requests_finish() -> None:
             assert line, "it has ended"
         with Load(f"127.0.0.1:{grpc}", users=6) as load, Client(f"127.0.0.1:{grpc}", timeout_s=60) as client:
             load.wait_for(20)
+            idle = http_client.HTTPConnection("127.0.0.1", int(http))
+            idle.request("GET", "/v2/health/ready")
+            assert idle.getresponse().read() == b""
             long = client.generate("a", sampling={"max_tokens": LONG, "ignore_eos": True})
             tokens = next(long).num_output_tokens
             told = time.monotonic()

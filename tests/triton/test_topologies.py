@@ -1,5 +1,7 @@
 """The same code in other topologies, on real servers: same answers; emulated instances: the same protocol."""
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from epd_client.launch import Server
 from epd_scheduler.profile import EncodeCost, ForwardCost, MigrateCost, Profile, save_profile
 
 from models import digits
-from tests.triton.helpers import metrics, wait_for, wait_until_idle
+from tests.triton.helpers import metrics, stubs, wait_for, wait_until_idle
 
 SOURCE = Path(__file__).resolve().parents[2] / "model_repository"
 
@@ -32,6 +34,17 @@ def test_right_answers_in_every_topology(topology: str, stages: int, apart: bool
         wait_until_idle(server)
     right = ["".join(map(str, labels[first : first + 4])) for first in range(0, 64, 4)]
     assert answers == right
+
+
+def test_health_tells_a_lost_worker_whose_work_another_does(tmp_path: Path) -> None:
+    write_repository(SOURCE, tmp_path / "repository", parse_topology("2E1PD"))
+    with Server(tmp_path / "repository") as server:
+        assert all(check.ok for check in health(server.grpc))
+        os.kill(stubs(server)["encoder_1"], signal.SIGKILL)
+        checks = {check.name: check for check in health(server.grpc)}
+    assert [name for name, check in checks.items() if not check.ok] == ["model encoder_1"]
+    assert "epd reload encoder_1" in checks["model encoder_1"].detail
+    assert "encode on encoder" in checks["request"].detail
 
 
 def test_emulated_5e1p2d_takes_the_time_of_the_cost_model(tmp_path: Path) -> None:

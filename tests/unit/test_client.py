@@ -35,10 +35,20 @@ def test_exactly_one_of_text_and_messages(arguments) -> None:
         Client("localhost:1").generate(**arguments)
 
 
+def test_a_single_image_is_a_list_of_one() -> None:
+    with pytest.raises(ValueError, match="images is a list"):
+        Client("localhost:1").generate("a", images="a.png")
+
+
 def test_no_server_is_an_error_that_says_how_to_start_one() -> None:
     with pytest.raises(EpdError, match=r"no server answers at 127\.0\.0\.1:1 .*`epd serve`") as error:
         Client("127.0.0.1:1", timeout_s=20).ask("hello")
     assert error.value.code == "UNAVAILABLE"
+
+
+def test_an_address_that_is_none_is_named() -> None:
+    with pytest.raises(EpdError, match=r"no server answers at http://localhost:1 .*--url HOST:PORT"):
+        Client("http://localhost:1", timeout_s=20).ask("hello")
 
 
 @pytest.mark.parametrize(

@@ -68,3 +68,9 @@ def test_the_repository_that_ships_is_what_configure_writes_for_1e1p1d(placement
 
     shipped = ROOT / "model_repository" / placement.name / "configs" / "cpu.pbtxt"
     assert essence(tmp_path / "r" / placement.name / "config.pbtxt") == essence(shipped)
+
+
+def test_a_source_that_is_no_model_repository_leaves_no_trace(tmp_path):
+    with pytest.raises(TopologyError, match=r"elsewhere has no model 'epd_ensemble'; .* --source"):
+        write_repository(tmp_path / "elsewhere", tmp_path / "r", parse_topology("1E1P1D"))
+    assert not (tmp_path / "r").exists()

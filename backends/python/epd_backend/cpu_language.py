@@ -36,9 +36,9 @@ class DecoderAttention(nn.Module):
         query, stored = made[:, : -2 * kv_heads], made[:, -2 * kv_heads :].view(tokens, 2, kv_heads, self.head_dim)
         kv.store(self.layer_idx, stored)
         if kv.ragged is None:
-            return hidden
+            return hidden  # of the right type; nothing reads it
         key, value = stored.unbind(1)
-        return kv.attend(self.layer_idx, query, key, value, self.scaling).view(1, tokens, -1)
+        return kv.attend(self.layer_idx, query, key, value, self.scaling).reshape(1, tokens, -1)
 
 
 class DecoderLayer(nn.Module):
@@ -88,7 +88,8 @@ def _add_product(x: torch.Tensor, y: torch.Tensor, packed: cpu.Packed) -> torch.
 
 
 def speed_up(text: Any) -> None:
-    """Give a text model with packed weights this way to compute, if all its decoder layers can."""
+    """Give a text model with packed weights this way to compute, if all its decoder layers can: the hook changes what
+    each of them gets."""
     layers = [layer for layer in text.layers if not isinstance(layer, weights.Elsewhere)]
     if layers and all(type(layer) in _QWEN and _is_packed(layer) for layer in layers):
         for layer in layers:

@@ -40,8 +40,9 @@ class Doorbell:
             bell = select.poll()  # select.select takes no descriptor above 1023: a worker inherits Triton's connections
             bell.register(self._socket, select.POLLIN)
             whole = int(1e3 * seconds)  # it would round parts of a millisecond up
-            if not bell.poll(whole):
-                time.sleep(max(0.0, seconds - 1e-3 * whole))
+            if bell.poll(whole):
+                return True
+            time.sleep(max(0.0, seconds - 1e-3 * whole))
             return bool(bell.poll(0))
 
     def close(self) -> None:
