@@ -84,7 +84,8 @@ class Client:
         """Send a request, `text` with `images` or OpenAI-style `messages`, and return its answer as it comes.
 
         With `stream=False` the answer is one piece. `sampling` has the server's sampling parameters, e.g.
-        `{"max_tokens": 64, "temperature": 0.7}`. `timeout_s` is for the whole answer (default: the client's).
+        `{"max_tokens": 64, "temperature": 0.7}`. `timeout_s` is for the whole answer (default: the client's), what
+        its reader takes for each piece included.
         Raises ValueError for an unusable argument; iterating raises EpdError if the request fails.
         """
         request = request_message(
@@ -154,7 +155,7 @@ class Generation(Iterator[Chunk]):
             except StopIteration:
                 self._over = True
             except (grpc.RpcError, InferenceServerException) as error:
-                self._over = True
+                self._await_end()
                 raise as_epd_error(error, self._url) from error
             else:
                 if chunk is not None:
@@ -164,9 +165,13 @@ class Generation(Iterator[Chunk]):
         raise StopIteration
 
     def _await_end(self) -> None:
-        """To cancel a request that has just ended may crash Triton (its pull requests 7840 and 8078)."""
+        """That of the stream, after that of the request: else it would be cancelled when it is forgotten.
+
+        To cancel what has just ended keeps Triton 2.51 from ever unloading the model, and may crash later releases (its
+        pull requests 7840 and 8078).
+        """
         self._over = True
-        with contextlib.suppress(grpc.RpcError):  # the answer is whole
+        with contextlib.suppress(grpc.RpcError):  # nothing is missing from the answer any more
             for _ in self._call:
                 pass
 

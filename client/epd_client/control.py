@@ -34,35 +34,47 @@ class Check:
 def health(url: str, timeout_s: float = 30.0) -> list[Check]:
     """The server, each model, and a tiny request with an image that runs through every stage.
 
-    The request is the real proof: Triton calls a model ready even when its process is gone. While it is open the
-    orchestrator calls every worker, so that one whose process is gone shows even if another does its work.
+    The request is the real proof: Triton calls a model ready even when its process is gone. So is a worker that takes
+    no part told even if another does its work.
     """
     with triton.InferenceServerClient(url) as server:
         try:
             ready = server.is_server_ready(client_timeout=timeout_s)
             models = _models(server, timeout_s)
             names = [model["name"] for model in models if model.get("state") == "READY"]
-            emulated = {name for name in names if "emulate" in _config(server, name, timeout_s).get("parameters", {})}
-            before = {name: _calls(server, name) for name in names}
-            request = _probe(url, timeout_s)
-            lost = {name for name in names if _was_lost(before[name], _calls(server, name))}
+            configs = {name: _config(server, name, timeout_s) for name in names}
+            request, lost = _find_lost(server, url, [name for name in names if _roles(configs[name])], timeout_s)
         except InferenceServerException as error:
             return [Check("server", False, str(as_epd_error(error, url)))]
     checks = [Check("server", ready, f"{url} " + ("is ready" if ready else "is not ready"))]
     for model in models:
         name, state = model["name"], model.get("state", "not loaded")
         detail = model.get("reason") or state.lower()
-        if name in emulated:
+        if "emulate" in configs.get(name, {}).get("parameters", {}):
             detail += ", EMULATED: it waits for a cost model's time instead of computing"
         if name in lost:
-            detail = f"does not answer; see the server's log, and bring it back with `epd reload {name}`"
+            detail = f"takes no part in requests; bring it back with `epd reload {name}`, or see the server's log"
         checks.append(Check(f"model {name}", state == "READY" and name not in lost, detail))
     return [*checks, request]
 
 
-def _was_lost(before: tuple[int, int], after: tuple[int, int]) -> bool:
-    """Whether calls of a model have failed meanwhile, and none succeeded."""
-    return after[1] > before[1] and after[0] == before[0]
+def _find_lost(
+    server: triton.InferenceServerClient, url: str, workers: list[str], timeout_s: float
+) -> tuple[Check, list[str]]:
+    """The tiny request, repeated for as long as a worker has not been called; and those that were not.
+
+    While a request is open the orchestrator calls every worker, lost ones once a second.
+    """
+    deadline = time.monotonic() + LOOK_S
+    before = {name: _succeeded_calls(server, name) for name in workers}
+    while True:
+        request = _probe(url, timeout_s)
+        lost = [name for name in workers if _succeeded_calls(server, name) == before[name]]
+        if not request.ok and "no live instance" not in request.detail:
+            return request, []  # nothing can be said of the workers
+        if not lost or time.monotonic() > deadline:
+            return request, lost
+        time.sleep(POLL_S)
 
 
 def reload(url: str, model: str, take_up_s: float = TAKE_UP_S) -> float:
@@ -115,7 +127,7 @@ def drain(url: str, timeout_s: float) -> bool:
 
 
 def unload_workers(url: str, timeout_s: float) -> None:
-    """After `drain`, let the processes of all models end in order, in `timeout_s` at most. Raises EpdError.
+    """After `drain`, let the processes of all models end in order; give up after `timeout_s`. Raises EpdError.
 
     A server that is told to stop while HTTP connections are open, if only idle ones, spends all of its exit timeout on
     them and would have none left for its models. One whose process has died is never unloaded.
@@ -161,7 +173,7 @@ def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, t
     deadline = time.monotonic() + timeout_s
     problem = "no request was answered"
     while (left := deadline - time.monotonic()) > 0:
-        if model != MODEL and _calls(server, model)[0]:
+        if model != MODEL and _succeeded_calls(server, model):
             return
         try:
             _ask(url, left if model == MODEL else LOOK_S)
@@ -180,12 +192,10 @@ def _wait_for_part(server: triton.InferenceServerClient, url: str, model: str, t
     )
 
 
-def _calls(server: triton.InferenceServerClient, model: str) -> tuple[int, int]:
-    """Calls that succeeded and that failed since the model was loaded."""
+def _succeeded_calls(server: triton.InferenceServerClient, model: str) -> int:
+    """Calls that succeeded since the model was loaded."""
     statistics = server.get_inference_statistics(model, client_timeout=RELOAD_TIMEOUT_S, as_json=True)
-    each = [version["inference_stats"] for version in statistics["model_stats"]]
-    success, failed = (sum(int(stats[kind].get("count", 0)) for stats in each) for kind in ("success", "fail"))
-    return success, failed
+    return sum(int(each["inference_stats"]["success"].get("count", 0)) for each in statistics["model_stats"])
 
 
 def encodes_apart(url: str, timeout_s: float = 30.0) -> bool:

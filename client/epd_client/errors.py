@@ -39,7 +39,7 @@ def as_epd_error(error: InferenceServerException | grpc.RpcError, url: str) -> E
         remedy = "start one with `epd serve`, or name one elsewhere with `--url HOST:PORT`"
         message = f"no server answers at {url} ({message}); {remedy}"
     if code == "DEADLINE_EXCEEDED":
-        message = f"no complete answer within the time limit; the request is cancelled ({message})"
+        message = f"no complete answer within the time limit ({message})"
     if code == "CANCELLED" and not re.search("Locally cancelled|Channel closed", message):  # not by this client
         code = "UNAVAILABLE"
         message = f"the server has ended the call, as it does when it stops ({message}); send the request again later"

@@ -143,12 +143,20 @@ async def _stream(
     stub: service_pb2_grpc.GRPCInferenceServiceStub, request: Prepared, start: float, seen: Observation
 ) -> None:
     call = stub.ModelStreamInfer(iter([request.message]))
+    failure: InferenceServerException | None = None
     try:
-        async for response in call:
+        async for response in call:  # to the end, after an error too: see Generation
             now = time.monotonic() - start
-            if (chunk := parse_response(response)) is not None:
+            try:
+                chunk = parse_response(response)
+            except InferenceServerException as error:
+                failure = error
+                continue
+            if chunk is not None:
                 seen.tokens += [now] * chunk.num_output_tokens
                 seen.input_tokens = chunk.num_input_tokens or seen.input_tokens
                 seen.timeline = chunk.timeline or seen.timeline
     finally:
         call.cancel()
+    if failure is not None:
+        raise failure

@@ -78,7 +78,7 @@ def request_message(
         ("exclude_input_in_output", True),
         *((name, True) for name in sorted(wanted)),
     ):
-        add(name, "BOOL", bytes([flag]))
+        add(name, "BOOL", bytes([bool(flag)]))
     if text is not None:
         add_bytes("text_input", text.encode())
     if images:
