@@ -31,7 +31,7 @@ def test_images_have_their_size_and_are_distinct_unless_told_otherwise() -> None
 def test_the_same_seed_builds_the_same_requests() -> None:
     def tensors(seed: int) -> list[bytes]:
         (prepared,) = load.prepare([IMAGES], TextMaker(1.0, 0.0), seed=seed)
-        return [tensor._get_content() or b"" for tensor in prepared.message["inputs"]]
+        return list(prepared.message.raw_input_contents)
 
     assert tensors(1) == tensors(1)
     assert tensors(1) != tensors(2)
