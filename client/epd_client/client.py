@@ -167,8 +167,8 @@ class Generation(Iterator[Chunk]):
     def _await_end(self) -> None:
         """That of the stream, after that of the request: else it would be cancelled when it is forgotten.
 
-        To cancel what has just ended keeps Triton 2.51 from ever unloading the model, and may crash later releases (its
-        pull requests 7840 and 8078).
+        To cancel what has just ended may keep Triton 2.51 from ever unloading the model, or crash it (its pull requests
+        7840 and 8078).
         """
         self._over = True
         with contextlib.suppress(grpc.RpcError):  # nothing is missing from the answer any more
