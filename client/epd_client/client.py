@@ -54,6 +54,7 @@ class Client:
         self.model = model
         self.timeout_s = timeout_s
         self._channel = grpc.insecure_channel(url, OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def __enter__(self) -> Client:
         return self
@@ -101,8 +102,8 @@ class Client:
             priority=priority,
         )
         limit = self.timeout_s if timeout_s is None else timeout_s
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        return Generation(stub.ModelStreamInfer(iter([request]), timeout=limit if limit < _MOST_S else None), self.url)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=limit if limit < _MOST_S else None)
+        return Generation(call, self.url)
 
     def ask(self, text: str | None = None, *, on_text: Callable[[str], None] | None = None, **arguments: Any) -> Answer:
         """Like `generate`, but wait for the complete answer; `on_text` gets the pieces meanwhile. Raises EpdError."""

@@ -18,7 +18,9 @@ from epd_client.launch import READY_TIMEOUT_S
 
 RELOAD_TIMEOUT_S = 120.0  # for Triton to unload, which waits for open requests, and to answer
 TAKE_UP_S = 30.0  # for the orchestrator to find a loaded model; it looks once a second
-LOOK_S = 3.0  # the longest that a request of ours may keep us from looking again; a dead process is told after 1 s
+# The longest that a request of ours may keep us from looking again, and that `health` waits for a worker to be called;
+# a dead process is told after 1 s.
+LOOK_S = 3.0
 POLL_S = 0.1
 
 
@@ -69,9 +71,9 @@ def _find_lost(
     before = {name: _succeeded_calls(server, name) for name in workers}
     while True:
         request = _probe(url, timeout_s)
-        lost = [name for name in workers if _succeeded_calls(server, name) == before[name]]
         if not request.ok and "no live instance" not in request.detail:
             return request, []  # nothing can be said of the workers
+        lost = [name for name in workers if _succeeded_calls(server, name) == before[name]]
         if not lost or time.monotonic() > deadline:
             return request, lost
         time.sleep(POLL_S)
@@ -135,13 +137,11 @@ def unload_workers(url: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     with triton.InferenceServerClient(url) as server:
         try:
-            for model in _models(server, timeout_s):
-                if model.get("state") == "READY":
-                    server.unload_model(model["name"], client_timeout=timeout_s)
-            while time.monotonic() < deadline:
-                if all(model.get("state") != "UNLOADING" for model in _models(server, timeout_s)):
-                    return
-                time.sleep(POLL_S)
+            names = [model["name"] for model in _models(server, timeout_s) if model.get("state") == "READY"]
+            for name in names:
+                server.unload_model(name, client_timeout=timeout_s)
+            for name in names:
+                _is_unloaded(server, name, deadline - time.monotonic())
         except InferenceServerException as error:
             raise as_epd_error(error, url) from error
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tritonclient.grpc as triton
 from PIL import Image, UnidentifiedImageError
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from epd_client.timeline import Timeline
 
@@ -71,13 +72,10 @@ def request_message(
         message.raw_input_contents.append(content)
 
     def add_bytes(name: str, *values: bytes) -> None:
-        add(name, "BYTES", b"".join(len(value).to_bytes(4, "little") + value for value in values), len(values))
+        add(name, "BYTES", serialize_byte_tensor(np.array(values, dtype=object)).item(), len(values))
 
-    for name, flag in (
-        ("stream", stream),
-        ("exclude_input_in_output", True),
-        *((name, True) for name in sorted(wanted)),
-    ):
+    flags = {"stream": stream, "exclude_input_in_output": True, **dict.fromkeys(sorted(wanted), True)}
+    for name, flag in flags.items():
         add(name, "BOOL", bytes([bool(flag)]))
     if text is not None:
         add_bytes("text_input", text.encode())

@@ -115,13 +115,13 @@ def by_cancelling(server: Server) -> Iterator[Begin]:
 
 def by_forgetting(server: Server) -> Iterator[Begin]:
     """gRPC: nobody refers to the answer any more, as after a `break` out of its loop."""
-    client = Client(server.grpc)
+    with Client(server.grpc) as client:
 
-    def begin(arguments: dict[str, Any]) -> Leave:
-        held = [client.generate(**arguments)]
-        return held.clear
+        def begin(arguments: dict[str, Any]) -> Leave:
+            held = [client.generate(**arguments)]
+            return held.clear
 
-    yield begin
+        yield begin
 
 
 def by_dying(server: Server) -> Iterator[Begin]:
